@@ -22,7 +22,9 @@ from camshaft.errors import ConfigError
 ROLE_MODULES = ("camshaft.roles",)
 """Modules that worker processes import at startup."""
 PHASES: dict[str, Phase] = {
-    **dict.fromkeys(("sync_weights", "publish", "receive_weights", "generate_sequences"), "generate"),
+    **dict.fromkeys(
+        ("sync_weights", "publish", "portable_snapshot", "receive_weights", "generate_sequences"), "generate"
+    ),
     **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
     **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
 }

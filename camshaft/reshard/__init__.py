@@ -26,7 +26,7 @@ from camshaft.reshard.hybrid import (
     rollout_mode,
     sync_weights,
 )
-from camshaft.reshard.snapshot import Publisher, Snapshot, receive
+from camshaft.reshard.snapshot import Publisher, Snapshot, machine_id, receive
 
 __all__ = [
     "Publisher",
@@ -37,6 +37,7 @@ __all__ = [
     "is_entered",
     "leave",
     "load_verified",
+    "machine_id",
     "receive",
     "rollout_mode",
     "sync_weights",

@@ -4,19 +4,22 @@
     publisher.dtypes = rollout.sync_dtypes(publisher.source_dtypes())     # once
     snapshot = publisher.publish(version)                                 # on all ranks of the engine
     sync = receive([snapshot], rollout)                                   # in any number of processes
+    sync = receive([snapshot, publisher.portable()], rollout)             # also on other machines
 
 `publish` writes all weights once, in the dtypes of the rollout, and returns. The engine can then train: a snapshot does
 not change until the next `publish`. The sender computes digests of the weights while it writes them, and `receive`
 compares them with those that the rollout computes after it has loaded the weights. A snapshot that was overwritten
-while it was read, or that holds weights of another version, is thereby an error.
+while it was read, or that holds weights of another version, is thereby an error. On other machines, the caller
+transfers the bytes of a portable snapshot.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,10 +51,13 @@ class Snapshot:
     num_bytes: int
     check_seconds: float
     """Time that the sender has spent on digests."""
+    content: np.ndarray | None = None
+    """Bytes of the memory in a portable snapshot, which processes on any machine can read."""
 
     def weights(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of each weight on `device`."""
-        segments, assembler = open_memory(self.memory).split(SEGMENT), Assembler(device)
+        memory = open_memory(self.memory) if self.content is None else torch.from_numpy(self.content)
+        segments, assembler = memory.split(SEGMENT), Assembler(device)
         for bucket in self.buckets:
             yield from assembler.unpack(bucket.pieces, segments[bucket.buffer][: bucket.num_bytes])
         assembler.finish()
@@ -67,6 +73,7 @@ class Publisher:
         """Dtype in which each weight is written, by name."""
         self._memory: HostMemory | None = None
         self._segments: list[Tensor] = []
+        self._published: Snapshot | None = None
 
     def source_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which the engine stores each weight, by name. All ranks of the engine must call it."""
@@ -91,9 +98,16 @@ class Publisher:
             sync = Sync(version)
             buckets = list(self._write(sync.record(weights)))
         assert self._memory is not None
-        return Snapshot(
+        self._published = Snapshot(
             version, machine_id(), self._memory.handle(), buckets, sync.digests, sync.bytes, sync.check_seconds
         )
+        return self._published
+
+    def portable(self) -> Snapshot:
+        """Return the snapshot that was published last, with its bytes. This requires `writes`."""
+        assert self._published is not None
+        used = SEGMENT * (len(self._published.buckets) - 1) + self._published.buckets[-1].num_bytes
+        return replace(self._published, content=open_memory(self._published.memory)[:used].numpy())
 
     def _write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """Write one bucket after the other, each to a segment of its own."""
@@ -106,15 +120,19 @@ class Publisher:
                 self._segments.append(self._memory.extend(SEGMENT))
 
 
-def receive(snapshots: Sequence[Snapshot], rollout: BaseRollout) -> Sync:
-    """Load the snapshot that is on this machine into `rollout`, which stays awake, and verify its weights."""
-    start, here = time.perf_counter(), machine_id()
-    snapshot = next((snapshot for snapshot in snapshots if snapshot.machine == here), None)
-    if snapshot is None:
+def receive(snapshots: Sequence[Snapshot], rollout: BaseRollout, machine: str | None = None) -> Sync:
+    """Load a snapshot into `rollout`, which stays awake, and verify its weights.
+
+    The snapshot is the one on `machine`, by default this one, or else a portable one.
+    """
+    start, here = time.perf_counter(), machine_id() if machine is None else machine
+    readable = [snapshot for snapshot in snapshots if snapshot.machine == here]
+    readable += [snapshot for snapshot in snapshots if snapshot.content is not None]
+    if not readable:
         raise RolloutError(
-            "no rank of the actor is on the machine of this rollout, so it cannot read the weights; place both pools "
-            "on the same machines"
+            f"no published weights are on the machine of this rollout ({here}); pass a portable snapshot too"
         )
+    snapshot = readable[0]
     device = rollout.config.device
     with verified_sync(rollout, device, snapshot.version) as sync:
         load_with_version(

@@ -107,6 +107,11 @@ class ActorRolloutRefWorker(Worker):
         """Write the weights to host memory, once per machine. Return the snapshot, or None on other ranks."""
         return self.publisher.publish(version)
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def portable_snapshot(self) -> Snapshot:
+        """Return the snapshot that was published last with its bytes, for other machines."""
+        return self.publisher.portable()
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(
         self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True, greedy: bool = False

@@ -26,7 +26,16 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
-from camshaft.reshard import Snapshot, asleep_after_error, enter, is_entered, leave, receive, rollout_mode
+from camshaft.reshard import (
+    Snapshot,
+    asleep_after_error,
+    enter,
+    is_entered,
+    leave,
+    machine_id,
+    receive,
+    rollout_mode,
+)
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 from camshaft.seat import Seat
 
@@ -78,9 +87,15 @@ class RolloutWorker(Worker):
         return {name: self.rollout.sync_dtype(name, torch.empty(0, dtype=dtype)) for name, dtype in sources.items()}
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def machine(self) -> str:
+        """Return the machine of this rank, on which it can read snapshots."""
+        return machine_id()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, snapshots: Sequence[Snapshot]) -> dict[str, float]:
-        """Load and verify the weights that the actor has published. Return the metrics of the sync."""
-        return receive(snapshots, self.rollout).metrics() | {"rollout/weights_version": float(self.rollout.version)}
+        """Load and verify the weights that the actor has published. Return the metrics of the sync on this rank."""
+        sync = receive(snapshots, self.rollout, self.machine())
+        return sync.metrics() | {"rollout/weights_version": float(self.rollout.version)}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:

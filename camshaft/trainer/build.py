@@ -64,7 +64,7 @@ REWARD_MODEL_COLUMNS = (
 """Columns that the reward model receives if they exist. The built-in one reads the first five."""
 
 
-PUBLISHING_METHODS = ("weight_dtypes", "set_published_dtypes", "publish")
+PUBLISHING_METHODS = ("weight_dtypes", "set_published_dtypes", "publish", "portable_snapshot")
 """Methods of the policy that only a run with a rollout on devices of its own calls."""
 
 
@@ -124,7 +124,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             if "rollout" in pool_of:
                 rollout_class = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)(config)
                 self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
-                self.publication = Publication(self.actor, self.rollout, topology)
+                self.publication = Publication(self.actor, self.rollout, topology.world_size)
                 self._generate, self._options = self.rollout.generate_sequences, {}
             if self.environments is not None:
                 player: Any = self.actor if self.rollout is None else self.rollout

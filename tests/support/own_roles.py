@@ -7,7 +7,7 @@ from torch import Tensor
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext
-from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker
+from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RolloutWorker
 
 
 class DoubledActor(ActorWorker):
@@ -21,6 +21,16 @@ class DoubledActor(ActorWorker):
 
 class DoubledPolicy(ActorRolloutRefWorker):
     actor_class = DoubledActor
+
+
+class ElsewhereRollout(RolloutWorker):
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def machine(self) -> str:
+        return "another machine"
+
+
+class GeneratesElsewhere(ActorRolloutRefWorker):
+    rollout_class = ElsewhereRollout
 
 
 class CountingCritic(CriticWorker):

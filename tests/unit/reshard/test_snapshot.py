@@ -1,6 +1,7 @@
 """Snapshots of weights in host memory, and the checksums that find a snapshot that is torn, stale or damaged."""
 
 import mmap
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -128,5 +129,21 @@ def test_a_rollout_reads_the_snapshot_of_its_machine(engine: SingleDeviceEngine)
     published = publish(publisher_of(engine, rollout), 1)
     elsewhere = replace(published, machine="another", memory={})
     receive([elsewhere, published], rollout)
-    with pytest.raises(RolloutError, match="no rank of the actor is on the machine of this rollout"):
+    with pytest.raises(RolloutError, match="no published weights are on the machine of this rollout"):
         receive([elsewhere], rollout)
+
+
+def test_a_rollout_on_another_machine_reads_a_portable_snapshot(
+    engine: SingleDeviceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "SEGMENT", 4 * mmap.ALLOCATIONGRANULARITY)
+    rollout = build()
+    publisher = publisher_of(engine, rollout)
+    published = publish(publisher, 1)
+    portable = pickle.loads(pickle.dumps(publisher.portable()))
+    assert published.num_bytes <= portable.content.nbytes < published.num_bytes + snapshot.SEGMENT
+    receive([published, portable], rollout, machine="another")
+    assert rollout.weight_digests() == published.digests
+    portable.content[0] ^= 1
+    with pytest.raises(RolloutError, match="different from the weights sent"):
+        receive([portable], rollout, machine="another")

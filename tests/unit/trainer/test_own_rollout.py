@@ -47,7 +47,7 @@ def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step
 
 def assert_equal(hybrid: list[Step], own: list[Step]) -> None:
     for number, (expected, step) in enumerate(zip(hybrid, own, strict=True), start=1):
-        assert step.metrics.keys() - {VERSION} == expected.metrics.keys()
+        assert step.metrics.keys() - {VERSION} == expected.metrics.keys() - {VERSION}
         for name, value in expected.metrics.items():
             is_equal = step.metrics[name] == value or (math.isnan(value) and math.isnan(step.metrics[name]))
             assert is_equal or name.startswith(MEASURED), f"step {number}: {name}"
@@ -101,6 +101,14 @@ def test_the_size_of_the_pool_changes_no_token(tmp_path: Path) -> None:
     ]
     for one, three in zip(*steps, strict=True):
         assert torch.equal(one.batch["responses"].values, three.batch["responses"].values)
+
+
+@pytest.mark.slow
+def test_other_machines_get_the_weights_from_the_driver(tmp_path: Path) -> None:
+    (expected,) = run_ppo(tmp_path, {**GRPO, **OWN}, steps=1)
+    elsewhere = {"actor_rollout_ref.worker_cls": "support.own_roles:GeneratesElsewhere"}
+    (step,) = run_ppo(tmp_path, {**GRPO, **OWN, **elsewhere}, steps=1)
+    assert_equal([expected], [step])
 
 
 def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
