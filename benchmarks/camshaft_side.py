@@ -21,7 +21,6 @@ from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.controller import PoolSpec, pools, spawn
 from camshaft.controller.group import Options
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.rewards.manager import PendingScores
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.build import PPOParts
@@ -148,17 +147,6 @@ def with_critic(folder: Path) -> dict[str, Any]:
     }
 
 
-class Parts(PPOParts):
-    """Parts of a run that record the lengths of the last responses."""
-
-    lengths: list[int]
-
-    def generate(self, batch: DataProto, **how: bool) -> tuple[DataProto, PendingScores | None]:
-        answered, scores_begun = super().generate(batch, **how)
-        self.lengths = answered.ragged("responses").lengths.tolist()
-        return answered, scores_begun
-
-
 class Steps:
     """`collect` and `step` of `PPOTrainer` in this process on the prompts of train.parquet, in file order."""
 
@@ -166,7 +154,7 @@ class Steps:
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}
         rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
         settings = config(folder, **(answer | more | rates))
-        self.parts = Parts(settings)
+        self.parts = PPOParts(settings)
         self.trainer = PPOTrainer(self.parts)
         self.trainer.prepare()
         self.batches: Iterator[DataProto] = iter(self.parts.loader)
@@ -176,6 +164,6 @@ class Steps:
         collector = StepMetrics(self.trainer.status)
         metrics = self.trainer.step(self.trainer.collect(next(self.batches), collector), collector)
         return {
-            "lengths": self.parts.lengths,
+            "lengths": self.trainer.batch.ragged("responses").lengths.tolist(),
             **{n: v for n, v in metrics.items() if n.startswith("timing_s")},
         }

@@ -26,10 +26,8 @@ from torch import Tensor
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard.hybrid import Sync, verified_sync
-from camshaft.rollout import BaseRollout
+from camshaft.rollout import Assembler, BaseRollout, Bucket, HostMemory, open_memory, pack_buckets
 from camshaft.rollout.base import load_with_version
-from camshaft.rollout.weights.buckets import Assembler, Bucket, pack_buckets
-from camshaft.rollout.weights.transport import HostMemory, open_memory
 
 SEGMENT = 2**26
 """Bytes by which the memory of a snapshot grows."""

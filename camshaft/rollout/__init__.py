@@ -28,6 +28,11 @@ from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
 from camshaft.rollout.sampling import mix_seeds, uniform_numbers
 from camshaft.rollout.stream import Answer, Stream, open_stream
+from camshaft.rollout.weights.buckets import Assembler as Assembler
+from camshaft.rollout.weights.buckets import Bucket as Bucket
+from camshaft.rollout.weights.buckets import pack_buckets as pack_buckets
+from camshaft.rollout.weights.transport import HostMemory as HostMemory
+from camshaft.rollout.weights.transport import open_memory as open_memory
 
 __all__ = [
     "ROLLOUTS",

@@ -10,7 +10,8 @@ block exits, all worker processes are ended.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ from camshaft.agents.setup import (
     open_environments,
     report_template,
 )
-from camshaft.config import PPOConfig
+from camshaft.config import PPOConfig, Topology
 from camshaft.config.auto.fitting import fit_to_rows
 from camshaft.config.checks import check_critic_warmup
 from camshaft.config.errors import format_problems
-from camshaft.controller import spawn, submit
+from camshaft.controller import Pending, Pool, spawn, submit
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.controller.worker import registered_methods
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError, RewardError, RolloutError
 from camshaft.fetch import fetch_models
+from camshaft.reshard import Snapshot
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import (
@@ -53,7 +55,6 @@ from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.metrics import merge_ranks
-from camshaft.trainer.publication import Publication
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
 from camshaft.trainer.session import fit_prompts, run_length, run_tokenizer
 
@@ -111,40 +112,45 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.samples = SampleWriter(self.folder, config.trainer.samples, self.decode)
             specs, logs = pool_specs(config), self.folder / "logs"
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
-            pool_of = {role: pools[name] for role, name in config.pools().items()}
-            policy_class, critic_class, reward_class = role_classes(config)
-            arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
-            self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
-            self.rollout: RolloutWorker | None = None
-            """The rollout, if it has devices of its own."""
-            self.publication: Publication | None = None
-            """Sends weights to a rollout on devices of its own."""
-            self._generate: Callable[..., DataProto] = self.actor.generate_sequences
-            self._options = {"recompute_log_prob": False}
-            if "rollout" in pool_of:
-                rollout_class = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)(config)
-                self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
-                self.publication = Publication(self.actor, self.rollout, topology.world_size)
-                self._generate, self._options = self.rollout.generate_sequences, {}
-            if self.environments is not None:
-                player: Any = self.actor if self.rollout is None else self.rollout
-                player.set_environments(self.environments[0])
-            self.critic: CriticWorker | None = None
-            self.trained: dict[str, ActorRolloutRefWorker | CriticWorker] = {"actor": self.actor}
-            """Trained roles by the name of their checkpoint."""
-            if config.needs_critic():
-                self.critic = spawn(critic_class, *arguments, pool=pool_of["critic"], name="critic")
-                self.trained["critic"] = self.critic
-            self.reward_model: RewardModelWorker | None = None
-            self.reward_model_ranks = topology.reward_model_topology().world_size
-            self.is_rollout_awake = False
-            """True between `sync_weights` and `sleep_rollout`."""
-            self._scores_beside_rollout = False
-            if config.reward_model.enable:
-                pool = pool_of["reward_model"]
-                self._scores_beside_rollout = pool is pool_of[name]
-                self.reward_model = spawn(reward_class, self.config, topology, pool=pool, name="reward_model")
+            self._spawn_roles(config, topology, pools)
             self._exit = stack.pop_all()
+
+    def _spawn_roles(self, config: PPOConfig, topology: Topology, pools: Mapping[str, Pool]) -> None:
+        """Build the roles on the ranks of their pools."""
+        pool_of = {role: pools[name] for role, name in config.pools().items()}
+        policy_class, critic_class, reward_class = role_classes(config)
+        arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
+        self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
+        self.rollout: RolloutWorker | None = None
+        """The rollout, if it has devices of its own."""
+        self.publication: Publication | None = None
+        """Sends weights to a rollout on devices of its own."""
+        self._generate: Callable[..., DataProto] = self.actor.generate_sequences
+        self._options = {"recompute_log_prob": False}
+        if "rollout" in pool_of:
+            role_of = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)
+            rollout_class: type[RolloutWorker] = role_of(config)
+            self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
+            self.publication = Publication(self.actor, self.rollout, topology.world_size)
+            self._generate, self._options = self.rollout.generate_sequences, {}
+        if self.environments is not None:
+            player: Any = self.actor if self.rollout is None else self.rollout
+            player.set_environments(self.environments[0])
+        self.critic: CriticWorker | None = None
+        self.trained: dict[str, ActorRolloutRefWorker | CriticWorker] = {"actor": self.actor}
+        """Trained roles by the name of their checkpoint."""
+        if config.needs_critic():
+            self.critic = spawn(critic_class, *arguments, pool=pool_of["critic"], name="critic")
+            self.trained["critic"] = self.critic
+        self.reward_model: RewardModelWorker | None = None
+        self.reward_model_ranks = topology.reward_model_topology().world_size
+        self.is_rollout_awake = False
+        """True between `sync_weights` and `sleep_rollout`."""
+        self._scores_beside_rollout = False
+        if config.reward_model.enable:
+            pool = pool_of["reward_model"]
+            self._scores_beside_rollout = pool is pool_of[name]
+            self.reward_model = spawn(reward_class, self.config, topology, pool=pool, name="reward_model")
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
@@ -181,26 +187,17 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             if self.publication is None:
                 self.actor.sleep_rollout()
 
-    def generate(
+    def start_generation(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False
-    ) -> tuple[DataProto, PendingScores | None]:
-        """Generate one response for each row. Return the responses and the reward calls that have already started.
-
-        Reward calls for the responses of a rank start as soon as the rank returns.
-        """
+    ) -> "StartedGeneration":
+        """Start to generate one response for each row, and return at once if the ranks are other processes."""
         if self.environments is None:
             inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
             padded, num_padding_rows = inputs.pad_to_divisor(self.rollout_dp_size)
         else:
             padded, num_padding_rows = episode_inputs(batch, self.rollout_dp_size)
         pending = submit(self._generate, padded, validate=validate, greedy=greedy, **self._options)
-        scoring = self.rewards.begin(batch)
-        if scoring is not None:
-            for dp_rank, shard in pending.parts():
-                first_row = dp_rank * len(shard)
-                responses = shard.ragged("responses").rows()[: max(0, len(batch) - first_row)]
-                scoring.add(first_row, self.decode([row.tolist() for row in responses]))
-        return pending.result().unpad(num_padding_rows), scoring
+        return StartedGeneration(self, batch, pending, num_padding_rows)
 
     def add_model_scores(self, batch: DataProto) -> DataProto:
         """Add the column `rm_scores` if the run has a reward model. A rollout on its devices is put to sleep.
@@ -259,6 +256,50 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         options = prompt_options(config, columns)
         label = "training data" if train else "validation data"
         return load_prompts(data_files(paths), self.tokenizer, options, max_rows, label).batch
+
+
+class Publication:
+    """The path of the weights: the actor publishes snapshots in host memory, and the rollout loads them.
+
+    Each machine of the actor has a snapshot. To other machines, the driver sends the bytes.
+    """
+
+    def __init__(self, actor: ActorRolloutRefWorker, rollout: RolloutWorker, actor_ranks: int):
+        self._actor, self._rollout, self._actor_ranks = actor, rollout, actor_ranks
+        self._readers: set[str] = set()
+        """Machines of the rollout."""
+
+    def send(self, version: int) -> dict[str, float]:
+        """Publish the weights of the actor as `version`, wait until the rollout has them, and return the metrics."""
+        if not self._readers:
+            self._actor.set_published_dtypes(self._rollout.sync_dtypes(self._actor.weight_dtypes()))
+            self._readers = set(self._rollout.machine())
+        publish: Any = self._actor.publish  # takes and returns one value for each rank
+        snapshots: list[Snapshot] = [each for each in publish([version] * self._actor_ranks) if each is not None]
+        if self._readers - {snapshot.machine for snapshot in snapshots}:
+            snapshots.append(self._actor.portable_snapshot())
+        return self._rollout.receive_weights(snapshots)
+
+
+@dataclass(frozen=True)
+class StartedGeneration:
+    """A generation that may still be running."""
+
+    parts: PPOParts
+    batch: DataProto
+    pending: Pending[DataProto]
+    num_padding_rows: int
+
+    def result(self) -> tuple[DataProto, PendingScores | None]:
+        """Wait for the responses, and return them and the reward calls that have started as soon as ranks returned."""
+        batch, parts = self.batch, self.parts
+        scoring = parts.rewards.begin(batch)
+        if scoring is not None:
+            for dp_rank, shard in self.pending.parts():
+                first_row = dp_rank * len(shard)
+                responses = shard.ragged("responses").rows()[: max(0, len(batch) - first_row)]
+                scoring.add(first_row, parts.decode([row.tolist() for row in responses]))
+        return self.pending.result().unpad(self.num_padding_rows), scoring
 
 
 def role_classes(config: PPOConfig) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:

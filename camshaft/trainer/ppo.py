@@ -223,7 +223,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
             rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
             batch = rows.with_columns(sampling_seed=seeds)
-            generated, scoring = self.parts.generate(batch)
+            generated, scoring = self.parts.start_generation(batch).result()
             return metrics.union(batch.drop(*self.parts.replaced), generated), scoring
 
     def _sync(self, metrics: StepMetrics) -> None:
@@ -264,7 +264,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         with metrics.phase("gen_max"):
             n = self.config.actor_rollout_ref.rollout.n  # environments have the seeds of the sampled responses
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(prompts) * n)[::n]
-            generated, scoring = self.parts.generate(prompts.with_columns(sampling_seed=seeds), greedy=True)
+            seeded = prompts.with_columns(sampling_seed=seeds)
+            generated, scoring = self.parts.start_generation(seeded, greedy=True).result()
         with metrics.phase("reward_max"):
             greedy = self.parts.add_model_scores(prompts.with_columns(**generated.columns))
             result = self.rewards.score(greedy, self.parts.decode, scoring)

@@ -70,7 +70,7 @@ def validate(parts: PPOParts, config: PPOConfig, version: int) -> tuple[dict[str
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size * n):
         if not parts.is_rollout_awake:
             parts.sync_weights(version)
-        generated, pending = parts.generate(batch, validate=True)
+        generated, pending = parts.start_generation(batch, validate=True).result()
         batch = parts.add_model_scores(batch.with_columns(**generated.columns))
         result = parts.rewards.score(batch, parts.decode, pending)
         log_failures(result.failures, parts.folder, "validation")

@@ -24,6 +24,7 @@ from camshaft.config.backends import (
     targets,
     unread_keys,
 )
+from camshaft.config.checks.placement import HYBRID
 from camshaft.config.derive import actor_engine_keys, engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
@@ -511,9 +512,8 @@ def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
     if rollout.lora_weights == "merged":
         return
     if not config.actor_rollout_ref.hybrid_engine:
-        hybrid = "actor_rollout_ref.hybrid_engine"
-        message = f"requires {hybrid}=true, because separate devices receive complete weights. Set {key}=merged."
-        yield Problem(key, rollout.lora_weights, message, (hybrid,))
+        message = f"requires {HYBRID}=true, because separate devices receive complete weights. Set {key}=merged."
+        yield Problem(key, rollout.lora_weights, message, (HYBRID,))
     if not model.lora_rank:
         message = f"has no effect with {MODEL}.lora_rank=0, because there is no adapter. Set {key}=merged."
         yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 from camshaft.config.backends import ROLLOUTS, accelerator_keys, ignored_keys, rollouts_that_read, unread_keys
+from camshaft.config.checks.placement import HYBRID, ROLLOUT_KEY
 from camshaft.config.derive import shares_prompts
 from camshaft.config.rollout import OPTIONAL_KEYS
 from camshaft.config.schema.evaluation import EvalConfig
@@ -319,13 +320,12 @@ PPO_RULES = (
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),
     # rollout
     Rule(
-        (f"{ROLLOUT}.resource_pool",), _equals("actor_rollout_ref.hybrid_engine", True),
-        "{actor_rollout_ref.hybrid_engine}, because the rollout is on the devices of the actor",
-        "set actor_rollout_ref.hybrid_engine=false, or omit the key",
+        (ROLLOUT_KEY,), _equals(HYBRID, True), f"{{{HYBRID}}}, because the rollout is on the devices of the actor",
+        f"set {HYBRID}=false, or omit the key",
     ),
     Rule(
-        (f"{ROLLOUT}.free_cache_engine",), _equals("actor_rollout_ref.hybrid_engine", False),
-        "{actor_rollout_ref.hybrid_engine}, because the rollout does not share its devices", harmless=(False,),
+        (f"{ROLLOUT}.free_cache_engine",), _equals(HYBRID, False),
+        f"{{{HYBRID}}}, because the rollout does not share its devices", harmless=(False,),
     ),
     *_rollout_rules(ROLLOUT),
     Rule(

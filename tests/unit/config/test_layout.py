@@ -105,17 +105,3 @@ def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
 def test_invalid_pools_of_the_rollout_are_rejected(words: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_ppo([*words, OWN, *overrides])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "notice"),
-    [
-        (["actor_rollout_ref.rollout.resource_pool=fast"], "on the devices of the actor; set actor_rollout_ref.hybrid"),
-        ([OWN, "actor_rollout_ref.rollout.free_cache_engine=true"], "the rollout does not share its devices"),
-    ],
-)
-def test_keys_without_an_effect_are_reported(
-    words: list[str], overrides: list[str], notice: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    load_ppo([*words, *overrides])
-    assert notice in caplog.text

@@ -122,5 +122,7 @@ def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
         pid = pool.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=rf"rollout.*rank 0.*{pid}.*died in sync_dtypes.*SIGKILL"):
+        with pytest.raises(
+            WorkerError, match=rf"rank 0 of 1 of rollout \(process {pid}\) died in sync_dtypes \(SIGKILL"
+        ):
             trainer.fit(tracking)

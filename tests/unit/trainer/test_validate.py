@@ -49,8 +49,10 @@ def setting(tmp_path: Path) -> Iterator[tuple[PPOParts, PPOConfig]]:
 
 def test_batches_are_counted_in_prompts(setting: tuple[PPOParts, PPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     parts, config = setting
-    sizes, generate = [], parts.generate
-    monkeypatch.setattr(parts, "generate", lambda batch, **kw: sizes.append(len(batch)) or generate(batch, **kw))
+    sizes, generate = [], parts.start_generation
+    monkeypatch.setattr(
+        parts, "start_generation", lambda batch, **kw: sizes.append(len(batch)) or generate(batch, **kw)
+    )
     validate(parts, config)
     assert sizes == [6, 4]  # two responses to each of three and two prompts
 
