@@ -41,6 +41,9 @@ KINDS = {
 }
 """One type of each kind, with the layout in which `make test` trains it."""
 
+KEEPS_FLOAT32 = ("ernie4_5_moe", "hunyuan_v1_moe", "olmo_hybrid", "zamba")
+"""Types with some float32 weights in a float64 model. FSDP trains them in float32, which is not compared here."""
+
 
 def cases() -> Iterator[Any]:
     """Yield each supported layout of each type, for one type of each kind with all heads."""
@@ -64,4 +67,4 @@ def test_training_on_two_ranks_equals_transformers(model_type: str, layout: str,
     write_model(model_type, tmp_path)
     options = LAYOUTS[layout][1]
     for outcome in run_warm_ranks(check_on_ranks, 2, model_type, str(tmp_path), head, options, timeout=300):
-        assert outcome.status == "equal", outcome.detail
+        assert outcome.status == ("refused" if model_type in KEEPS_FLOAT32 else "equal"), outcome.detail

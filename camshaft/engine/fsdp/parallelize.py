@@ -40,6 +40,7 @@ def shard(
         if options.offload_policy
         else OffloadPolicy(),
     }
+    check_dtypes(packed)
     units = list(units_of(packed, options.wrap_policy))
     for unit in units:
         if options.use_torch_compile:
@@ -56,6 +57,17 @@ def shard(
         units_in_order = [unit for unit in packed.modules() if unit in set(units)]
         for unit, next_unit in itertools.pairwise(units_in_order):
             cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, next_unit)])
+
+
+def check_dtypes(packed: PackedModel) -> None:
+    """Raise `EngineError` if trained weights have different dtypes, which FSDP does not shard together."""
+    names = {parameter.dtype: name for name, parameter in packed.hf.named_parameters() if parameter.requires_grad}
+    if len(names) > 1:
+        listed = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+        raise EngineError(
+            f"{type(packed.hf).__name__} has trained weights of several dtypes ({listed}), which FSDP does not shard "
+            "together; set dtype=float32, or strategy=reference"
+        )
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
