@@ -142,20 +142,21 @@ class _Round:
         self.results: dict[int, list[Episode]] = {}
 
     def play(self) -> list[list[Episode]]:
-        wait = Wait("programs", RolloutError, NO_LIMIT)  # the time limits bound the wait
+        wait, since = Wait("programs", RolloutError, NO_LIMIT), time.monotonic()  # the time limits bound the wait
         worker = self.pool.worker()
         while len(self.results) < len(self.questions):
             while self.waiting and len(self.running) < self.pool.spec.max_concurrency:
                 self._start(worker, self.waiting.popleft())
             _, events = wait_for([worker], time.monotonic() + POLL_SECONDS)
             for _, event in events:
+                since = time.monotonic()
                 if isinstance(event, Answer):
                     self._receive(event.key, event.reply.value)
                 elif isinstance(event, Failure):
                     self._lose(worker)
                     worker = self.pool.worker()
             self._enforce_limits(worker)
-            wait.check(partial(self._describe, worker), worker.stacks)
+            wait.check(partial(self._describe, worker), worker.stacks, since)
         return [self.results[number] for number in range(len(self.questions))]
 
     def _start(self, worker: Worker[Any], number: int) -> None:

@@ -105,6 +105,7 @@ def test_the_first_row_of_a_session_is_trained_on(home: Path, tmp_path: Path) ->
     assert step.metrics["agent/other_rows"] == len(step.batch)
 
 
+@pytest.mark.slow
 def test_reward_functions_read_the_conversation(home: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -165,6 +166,7 @@ def test_keys_reach_the_programs(home: Path, tmp_path: Path) -> None:
     assert loaded.columns == ("prompt", "ground_truth")
 
 
+@pytest.mark.slow
 def test_generate_plays_with_a_program(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", hidden=32)
     data, out = tmp_path / "prompts.jsonl", tmp_path / "out.parquet"
