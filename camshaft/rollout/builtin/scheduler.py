@@ -139,7 +139,6 @@ class Scheduler:
         lengths = rows.bincount(minlength=len(self.finished)).cpu()
         metrics = {
             "prompt_tokens_computed": float(self.prompt_tokens),
-            "prompt_tokens_kept": float(self.num_cached.sum()),
             "response_tokens": float(len(tokens)),
             "decode_steps": float(self.steps),
             "rows_decoded": float(self.row_steps),
