@@ -247,6 +247,7 @@ class Session:
         old, length = row.episode, state.length
         episode = Episode(old.messages[: state.num_messages], old.prompt, old.tokens[:length], [False] * length)
         episode.log_probs, episode.rewards = [0.0] * length, [0.0] * length
+        episode.num_computed = len(old.prompt) + length - 1
         forked = self._add_row(row.form, episode)
         forked.states.append(state)
         return forked
@@ -288,7 +289,7 @@ class Session:
                 sample.error = RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
                 exchange.check_ended()
                 return
-            episode.num_recomputed += len(episode.prompt) + len(episode.tokens) if row.states else 0
+            episode.num_recomputed += episode.num_computed - answer.num_cached
             if sample.told or sample.told_messages:
                 episode.add_told(sample.told, sample.told_messages)
             num_before = row.states[-1].num_answers if row.states else 0
@@ -296,6 +297,7 @@ class Session:
             message = form.read(Sampled(answer.tokens, sample.prompt_ids, stop, num_before))
             episode.add_answer(answer.tokens, answer.log_probs, message["content"])
             episode.messages[-1] = message
+            episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
             if sample.options.changed or episode.sampling:
                 episode.sampling += [{}] * (episode.turns - 1 - len(episode.sampling)) + [sample.options.changed]
             if answer.reason == "length" and len(episode.tokens) >= self.policy.limits.max_response:

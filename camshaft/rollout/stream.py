@@ -44,6 +44,8 @@ class Answer(NamedTuple):
     versions: list[int]
     """Version of the weights that sampled each token."""
     reason: Reason
+    num_cached: int = 0
+    """Number of tokens of the context that had been computed and kept for an earlier answer of the row."""
 
 
 class Stream(ABC):
@@ -236,13 +238,14 @@ class WaveStream(Stream):
         version = self._rollout.version
         out = self._rollout.generate_sequences(contexts, sampling, seeds, **options)
         answers: list[Answer] = []
-        rows = zip(wave, out.responses.rows(), out.log_probs.rows(), out.finished.tolist(), strict=True)
-        for request, ids, log_probs, finished in rows:
+        cached = [0] * len(wave) if out.num_cached is None else out.num_cached.tolist()
+        columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
+        for request, num_cached, ids, log_probs, finished in zip(wave, cached, *columns, strict=True):
             limit = max(0, request.sampling.max_tokens - len(request.generated))
             tokens = ids[:limit].tolist()
             reason: Reason = "stop" if finished and len(ids) <= limit else "length"
             versions = [version] * len(tokens)
-            answers.append(Answer(request.row_id, tokens, log_probs[:limit].tolist(), versions, reason))
+            answers.append(Answer(request.row_id, tokens, log_probs[:limit].tolist(), versions, reason, num_cached))
         return answers
 
     def _end(self, answer: Answer) -> None:

@@ -55,6 +55,7 @@ def test_a_game_through_the_class_and_the_endpoint_is_equal(policy: Policy) -> N
             assert (row.stop_reason or "done") == episode.stop_reason
             assert row.log_probs == pytest.approx(episode.log_probs, abs=1e-6)
             assert row.messages == episode.messages[: len(row.messages)]
+            assert row.num_recomputed == episode.num_recomputed
             policy.check_log_probs(row)
 
 
