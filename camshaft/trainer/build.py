@@ -292,13 +292,12 @@ class StartedGeneration:
 
     def result(self) -> tuple[DataProto, PendingScores | None]:
         """Wait for the responses, and return them and the reward calls that have started as soon as ranks returned."""
-        batch, parts = self.batch, self.parts
-        scoring = parts.rewards.begin(batch)
+        scoring = self.parts.rewards.begin(self.batch)
         if scoring is not None:
             for dp_rank, shard in self.pending.parts():
                 first_row = dp_rank * len(shard)
-                responses = shard.ragged("responses").rows()[: max(0, len(batch) - first_row)]
-                scoring.add(first_row, parts.decode([row.tolist() for row in responses]))
+                responses = shard.ragged("responses").rows()[: max(0, len(self.batch) - first_row)]
+                scoring.add(first_row, self.parts.decode([row.tolist() for row in responses]))
         return self.pending.result().unpad(self.num_padding_rows), scoring
 
 
