@@ -152,9 +152,16 @@ def test_an_adapter_plays_and_learns(home: Path) -> None:
     assert all(weight.any() for weight in adapters)
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    "process": {f"{ROLLOUT}.name": "process"},
+    "two ranks": {f"{ACTOR}.strategy": "fsdp", "trainer.n_gpus_per_node": 2},
+}
+
+
 @pytest.mark.slow
-def test_a_rollout_in_another_process_plays_the_same_episodes(home: Path) -> None:
-    here, there = (trained(home, **{f"{ROLLOUT}.name": name}).batches[0] for name in ("torch", "process"))
+@pytest.mark.parametrize("place", PLACES)
+def test_episodes_do_not_depend_on_where_they_are_played(home: Path, place: str) -> None:
+    here, there = trained(home).batches[0], trained(home, **PLACES[place]).batches[0]
     assert list(there["transcript"]) == list(here["transcript"])
     for name in ("prompts", "responses", "response_mask", "env_scores"):
         assert torch.equal(there.ragged(name).values, here.ragged(name).values), name
