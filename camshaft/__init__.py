@@ -47,6 +47,7 @@ def train(
     reward: Reward | None = None,
     environment: Environment | None = None,
     agent: str | Callable[..., Any] | None = None,
+    tools: Path | Sequence[Path] | Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     algorithm: str | None = None,
     steps: int | None = None,
     val_data: Path | Sequence[Path] | Rows | None = None,
@@ -68,10 +69,12 @@ def train(
         reward: Reward function: a Python function, a path as on the command line, or a list of functions and
             (function, weight) pairs. None selects a built-in function by the data, or none with an environment or an
             agent.
-        environment: Environment with which the policy plays episodes: a class with the methods `reset` and `step`, a
-            path as on the command line, or several of them, of which the column `environment` of the data selects one.
+        environment: Environment with which the policy plays episodes: a class with the methods `reset` and `step`, or
+            with `reset` and tools, a path as on the command line, or several of them, of which the column
+            `environment` of the data selects one.
         agent: Program that plays episodes instead of an environment: a function `solve(base_url, api_key, **row)`, or a
             path or command as on the command line.
+        tools: Functions that the policy may call, or their paths as on the command line.
         algorithm: ppo, grpo, rloo, dapo or another algorithm.
         steps: Number of training steps.
         val_data: Validation prompts, in the forms of `data`.
@@ -86,7 +89,7 @@ def train(
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
     objects = Objects(model, tokenizer, data, val_data)
-    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment, agent))
+    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment, agent, tools))
 
 
 def sft(

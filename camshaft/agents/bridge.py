@@ -12,6 +12,7 @@ the text behind it is the bridge: the token that ends an answer, the new message
 """
 
 import contextlib
+import functools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from camshaft.agents.parsers import AUTO, ToolParser
 from camshaft.data.chat import NO_ARGUMENTS, Message, encode, join_parts, render, special_token_ids
 from camshaft.errors import BatchError, RolloutError
 
@@ -37,16 +39,29 @@ class TemplateRewrites(RolloutError):
 class Bridge:
     """The chat template of a tokenizer, as tokens that are appended to a conversation."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS):
-        """`arguments` are further arguments of the chat template, such as `enable_thinking`."""
-        self.tokenizer, self.arguments = tokenizer, arguments
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS, call_format: str = AUTO
+    ):
+        """Create a bridge.
+
+        Args:
+            tokenizer: Tokenizer with a chat template.
+            arguments: Further arguments of the chat template, such as `enable_thinking`.
+            call_format: Format of tool calls in answers.
+        """
+        self.tokenizer, self.arguments, self._call_format = tokenizer, arguments, call_format
         self.special_ids = special_token_ids(tokenizer)
         self._marker = f"marker{secrets.token_hex(8)}"
         self._pair: list[Message] = [_user("x"), _assistant(self._marker)]
         _, _, tail = self._render(self._pair, (), add_generation_prompt=False).partition(self._marker)
-        ends: set[Any] = {*self._encode(tail)[:1], tokenizer.eos_token_id}
-        self._end_ids = ends & self.special_ids
+        ends: list[Any] = [*self._encode(tail)[:1], tokenizer.eos_token_id]
+        self._end_ids = self.special_ids.intersection(ends)
         """Tokens with which the template ends an answer."""
+
+    @functools.cached_property
+    def parser(self) -> ToolParser:
+        """Finds the tool calls in answers."""
+        return ToolParser(self.tokenizer, self._call_format)
 
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return the tokens of a prompt, which the first answer follows. `tools` are JSON schemas of functions."""

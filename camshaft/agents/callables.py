@@ -1,4 +1,4 @@
-"""Pickle environments, or a program, that were passed from Python, so that the processes of a run can create them.
+"""Pickle environments, tools or a program that were passed from Python, so that the processes of a run can create them.
 
 pickle_environments(HigherLower)                    # or a list, or a mapping of names to classes
 environment_names(HigherLower)                      # ["HigherLower"]
@@ -33,6 +33,20 @@ def agent_name(agent: Any) -> str:
     return name_of(agent, "agent")
 
 
+def pickle_tools(tools: Any) -> tuple[Source, ...]:
+    """Pickle functions that are tools. Raise RolloutError for other objects."""
+    return tuple(_pickle(name, function, "tool") for name, function in named_tools(tools).items())
+
+
+def named_tools(tools: Any) -> dict[str, Any]:
+    """Return functions that are tools by their names. Raise RolloutError for other objects."""
+    functions: Sequence[Any] = tools if isinstance(tools, list | tuple) else [tools]
+    for function in functions:
+        if not callable(function):
+            raise RolloutError(f"tools contains {function!r}; pass functions, or the path file.py:function")
+    return {name_of(function, "tool"): function for function in functions}
+
+
 def environment_names(environment: Any) -> list[str]:
     """Return the names of environments. Raise RolloutError for other objects."""
     return list(_named(environment))
@@ -60,4 +74,4 @@ def _pickle(name: str, factory: Any, noun: str = "environment") -> Source:
             f"the {noun} '{name}' cannot be sent to its processes: {error}. Create such objects in its calls, or pass "
             f"the path of a Python file as the {noun}"
         ) from error
-    return Source(name, name, data, checksum_of(factory))
+    return Source(name, name, data, checksum_of(factory), noun == "tool")

@@ -34,6 +34,16 @@ class Parsed(NamedTuple):
         return tuple(call.error for call in self.calls if call.error is not None)
 
 
+class Answer(NamedTuple):
+    """An answer of a policy that has tools."""
+
+    text: str
+    """Text outside of the calls."""
+    calls: tuple[Call, ...] = ()
+    turn: int = 0
+    """Number of answers before it."""
+
+
 def call_id(turn: int, number: int) -> str:
     """Return the id of a call: nine characters, as Mistral's templates require."""
     return f"call{turn % 1000:03d}{number % 100:02d}"

@@ -17,17 +17,21 @@
 
 There is nothing to inherit from. Methods may be coroutine functions. An object serves one episode at a time, and
 `reset` may be called again. What `step` says is a text, which becomes a user message, or a list of messages.
+
+Instead of `step`, an environment may have tools (`tools.py`). An answer is then an `Answer`. Its calls are made in the
+order of the text, those of coroutine functions at the same time, and their results are messages with the role tool. An
+answer without calls ends the episode, and `get_reward` or the attribute `reward` is its score.
 """
 
-import contextlib
 import inspect
 import math
-import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from camshaft.agents.calls import Answer, Call, call_id
+from camshaft.agents.random_state import RandomState, Seeded
+from camshaft.agents.tools import STEP, Form, error_text, form_of, text_of
 from camshaft.errors import RolloutError
 
 Message = dict[str, Any]
@@ -35,7 +39,7 @@ Said = str | Sequence[Message] | None
 
 
 class Environment(Protocol):
-    """The methods of an environment, with the columns that its `reset` names."""
+    """The methods of an environment without tools, with the columns that its `reset` names."""
 
     def reset(self, *args: Any, **row: Any) -> Any: ...
     def step(self, answer: str, /) -> Any: ...
@@ -52,6 +56,8 @@ class Start(NamedTuple):
     """Seed of the episode, with which the global generators of Python and numpy are seeded."""
     name: str = ""
     """Name of the environment; empty for the first one."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools that the policy may call; None for all."""
 
 
 class Turn(NamedTuple):
@@ -62,6 +68,10 @@ class Turn(NamedTuple):
     done: bool = False
     seconds: float = 0.0
     """Duration of the call."""
+    num_calls: int = 0
+    """Number of calls of tools."""
+    num_errors: int = 0
+    """Number of these that have failed, or that cannot be read."""
 
     @property
     def messages(self) -> list[Message]:
@@ -95,8 +105,12 @@ class Environments(Protocol):
         """Begin episodes."""
         ...
 
-    def step(self, answers: Mapping[int, str]) -> Mapping[int, Turn | Fault]:
+    def step(self, answers: Mapping[int, str | Answer]) -> Mapping[int, Turn | Fault]:
         """Continue episodes with answers."""
+        ...
+
+    def score(self, episodes: Sequence[int]) -> Mapping[int, Turn | Fault]:
+        """Read the final scores of episodes, as rewards."""
         ...
 
     def end(self, episodes: Sequence[int]) -> None:
@@ -108,14 +122,16 @@ class Host:
     """The environments of several episodes in this process. An exception of an environment is raised.
 
     Each environment has states of the global generators of Python and numpy of its own, so the numbers that it draws do
-    not depend on the others. Those that a coroutine draws after its first `await` do.
+    not depend on the others.
     """
 
     def __init__(
         self,
         factories: Mapping[str, Callable[..., Any]],
         kwargs: Mapping[str, Any] | None = None,
-        wait: Callable[[Any], Any] | None = None,
+        wait: Callable[[Coroutine[Any, Any, Any]], Any] | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        must_score: bool = True,
     ):
         """Create a host.
 
@@ -123,35 +139,28 @@ class Host:
             factories: Classes, or functions that return an environment, by the name that `Start` selects.
             kwargs: Arguments of the factories.
             wait: Waits for the result of a coroutine. By default, a new event loop does.
+            functions: Plain functions that are tools in every environment.
+            must_score: If False, an environment with tools may have no score.
         """
         self._factories, self._kwargs, self._wait = factories, dict(kwargs or {}), wait or _run_coroutine
+        self._functions, self._must_score = dict(functions or {}), must_score
         self._hosted: dict[int, _Hosted] = {}
         self._idle: dict[str, list[Any]] = {}
         """Environments whose episode has ended, by name. They are reset again."""
+        self.is_async = any(map(inspect.iscoroutinefunction, self._functions.values())) or any(
+            form_of(factory, bool(functions)).is_async if inspect.isclass(factory) else True
+            for factory in factories.values()
+        )
+        """True if coroutines may have to be awaited, in an event loop."""
 
     def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
-        turns: dict[int, Turn | Fault] = {}
-        for number, start in starts.items():
-            self.discard(number)
-            random_state, begin = _RandomState(start.row_seed), time.perf_counter()
-            with random_state.active():
-                name = start.name or next(iter(self._factories))
-                idle = self._idle.get(name)
-                environment = idle.pop() if idle else self._build(name)
-                arguments = reset_arguments(environment.reset, start)
-                said = self._result(environment.reset(**arguments))
-            self._hosted[number] = _Hosted(name, environment, random_state)
-            turns[number] = Turn(_checked_said(said, "reset"), seconds=time.perf_counter() - begin)
-        return turns
+        return self._each({number: self.begin(number, start) for number, start in starts.items()})
 
-    def step(self, answers: Mapping[int, str]) -> dict[int, Turn | Fault]:
-        turns: dict[int, Turn | Fault] = {}
-        for number, answer in answers.items():
-            hosted, begin = self._hosted[number], time.perf_counter()
-            with hosted.random_state.active():
-                result = self._result(hosted.environment.step(answer))
-            turns[number] = _checked_turn(result)._replace(seconds=time.perf_counter() - begin)
-        return turns
+    def step(self, answers: Mapping[int, str | Answer]) -> dict[int, Turn | Fault]:
+        return self._each({number: self.reply(number, answer) for number, answer in answers.items()})
+
+    def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
+        return self._each({number: self.read_score(number) for number in episodes})
 
     def end(self, episodes: Sequence[int]) -> None:
         for number in episodes:
@@ -162,58 +171,138 @@ class Host:
         """Remove an environment that has failed."""
         self._hosted.pop(number, None)
 
+    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of one of the methods below. An event loop is used only if it is needed."""
+        if self.is_async:
+            return self._wait(call)
+        try:
+            call.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("a call without coroutines has waited")
+
+    async def begin(self, number: int, start: Start) -> Turn:
+        """Begin an episode."""
+        self.discard(number)
+        random_state, begin = RandomState(start.row_seed), time.perf_counter()
+        with random_state.active():
+            name = start.name or next(iter(self._factories))
+            idle = self._idle.get(name)
+            environment = idle.pop() if idle else self._build(name)
+            form = form_of(type(environment), bool(self._functions))
+        hosted = _Hosted(name, environment, random_state, form, start.tools)
+        arguments = reset_arguments(environment.reset, start)
+        said = await self._call(hosted, environment.reset, arguments)
+        self._hosted[number] = hosted
+        return Turn(_checked_said(said, "reset"), seconds=time.perf_counter() - begin)
+
+    async def reply(self, number: int, answer: str | Answer) -> Turn:
+        """Continue an episode with an answer."""
+        hosted, begin = self._hosted[number], time.perf_counter()
+        if isinstance(answer, Answer) and answer.calls:
+            turn = await self._use_tools(hosted, answer)
+        elif hosted.form.has_step:
+            text = answer.text if isinstance(answer, Answer) else answer
+            turn = _checked_turn(await self._call(hosted, hosted.environment.step, {}, text))
+        else:
+            turn = Turn(done=True)
+        return turn._replace(seconds=time.perf_counter() - begin)
+
+    async def read_score(self, number: int) -> Turn:
+        """Return the final score of an episode, as the reward."""
+        hosted, begin = self._hosted[number], time.perf_counter()
+        environment = hosted.environment
+        if callable(getattr(environment, "get_reward", None)):  # an object of the user
+            value = await self._call(hosted, environment.get_reward, {})
+        elif hosted.form.has_step or not (self._must_score or hasattr(environment, "reward")):
+            value = 0.0
+        else:
+            value = await self._call(hosted, lambda: _attribute_reward(environment), {})
+        return Turn(None, _checked_reward(value, "the score"), True, time.perf_counter() - begin)
+
+    async def _use_tools(self, hosted: "_Hosted", answer: Answer) -> Turn:
+        """Make the calls of an answer. Those of coroutine functions run at the same time."""
+        started = [self._start_call(hosted, call) for call in answer.calls]
+        waiting = [result for result in started if not isinstance(result, _Result)]
+        if len(waiting) > 1:
+            import asyncio
+
+            waited = iter(await asyncio.gather(*waiting))
+        else:
+            waited = iter([await result for result in waiting])
+        results = [result if isinstance(result, _Result) else next(waited) for result in started]
+        messages = tuple(
+            {"role": "tool", "name": call.name, "tool_call_id": call_id(answer.turn, i), "content": result.content}
+            for i, (call, result) in enumerate(zip(answer.calls, results, strict=True))
+        )
+        return Turn(messages, num_calls=len(results), num_errors=sum(result.is_error for result in results))
+
+    def _start_call(self, hosted: "_Hosted", call: Call) -> "_Result | Awaitable[_Result]":
+        """Call a tool, and return its result, or an awaitable of it."""
+        if call.error is not None:
+            return _Result(error_text(call.error), True)
+        names = [*self._functions, *hosted.form.tools]
+        names = [name for name in names if hosted.tools is None or name in hosted.tools]
+        if call.name not in names:
+            return _Result(error_text(f"there is no tool '{call.name}'; the tools are {', '.join(names)}"), True)
+        tool: Any = self._functions.get(call.name) or getattr(hosted.environment, call.name)
+        try:
+            with hosted.random_state.active():
+                value = tool(**call.arguments)
+                if inspect.isawaitable(value) and not self.is_async:
+                    value = self._wait(_awaited(value))
+        except Exception as error:
+            return _Result(error_text(error), True)
+        return self._end_call(hosted, value) if inspect.isawaitable(value) else _Result(text_of(value))
+
+    async def _end_call(self, hosted: "_Hosted", value: Awaitable[Any]) -> "_Result":
+        try:
+            return _Result(text_of(await Seeded(value, hosted.random_state)))
+        except SystemExit as error:  # which would end the event loop
+            raise RolloutError(f"a tool has raised SystemExit: {error}") from error
+        except Exception as error:
+            return _Result(error_text(error), True)
+
+    async def _call(self, hosted: "_Hosted", method: Callable[..., Any], arguments: dict[str, Any], *texts: str) -> Any:
+        """Call a method of an environment with its random state."""
+        with hosted.random_state.active():
+            value = method(*texts, **arguments)
+            if inspect.isawaitable(value) and not self.is_async:
+                value = self._wait(_awaited(value))
+        return await Seeded(value, hosted.random_state) if inspect.isawaitable(value) else value
+
+    def _each(self, calls: Mapping[int, Coroutine[Any, Any, Turn]]) -> dict[int, Turn | Fault]:
+        """Make calls of several episodes; at the same time, if they are coroutines."""
+        if not self.is_async:
+            return {number: self.run(call) for number, call in calls.items()}
+
+        async def gather() -> list[Turn]:
+            import asyncio
+
+            return await asyncio.gather(*calls.values())
+
+        return dict(zip(calls, self._wait(gather()), strict=True))
+
     def _build(self, name: str) -> Any:
         if name not in self._factories:
             choices = ", ".join(sorted(self._factories))
             raise RolloutError(f"there is no environment '{name}'; the column 'environment' may contain {choices}")
-        environment = self._factories[name](**self._kwargs)
-        for method in ("reset", "step"):
-            if not callable(getattr(environment, method, None)):  # an object of the user
-                raise RolloutError(
-                    f"the environment {type(environment).__name__} has no method '{method}'; define reset and step"
-                )
-        return environment
-
-    def _result(self, value: Any) -> Any:
-        return self._wait(value) if inspect.isawaitable(value) else value
+        return self._factories[name](**self._kwargs)
 
 
 class _Hosted(NamedTuple):
     name: str
     environment: Any
-    random_state: "_RandomState"
+    random_state: "RandomState"
+    form: Form
+    tools: tuple[str, ...] | None
 
 
-class _RandomState:
-    """The states of the global generators of Python and numpy for one environment."""
+class _Result(NamedTuple):
+    """Result of a call of a tool."""
 
-    def __init__(self, seed: int):
-        self._seed = seed
-        self._python: Any = random.Random(seed).getstate()
-        self._numpy: Any = None
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Use these states inside the block, and restore those of the process afterwards."""
-        python, numpy = random.getstate(), sys.modules.get("numpy")
-        outer = None if numpy is None else numpy.random.get_state()
-        random.setstate(self._python)
-        if numpy is not None:
-            self._set_numpy(numpy)
-        try:
-            yield
-        finally:
-            self._python = random.getstate()
-            random.setstate(python)
-            if numpy is not None:  # an environment that imports numpy in a call gets its own state in the next one
-                self._numpy = numpy.random.get_state()
-                numpy.random.set_state(outer)
-
-    def _set_numpy(self, numpy: Any) -> None:
-        if self._numpy is None:
-            numpy.random.seed(self._seed % 2**32)
-        else:
-            numpy.random.set_state(self._numpy)
+    content: Any
+    is_error: bool = False
 
 
 def reset_arguments(reset: Callable[..., Any], start: Start) -> dict[str, Any]:
@@ -241,18 +330,32 @@ def _checked_said(said: Any, method: str) -> str | tuple[Message, ...] | None:
 def _checked_turn(result: Any) -> Turn:
     """Validate the result of `step`."""
     if not isinstance(result, tuple) or len(result) != 3:
-        raise RolloutError(f"step of the environment returned {_shorten(result)}; return (text, reward, done)")
+        raise RolloutError(f"{STEP} of the environment returned {_shorten(result)}; return (text, reward, done)")
     said, reward, done = result
+    number = _checked_reward(reward, f"the reward of {STEP}")
+    said = _checked_said(said, STEP)
+    if said is None and not done:
+        raise RolloutError("step of the environment says nothing (None), but the episode is not done; return a text")
+    return Turn(said, number, bool(done))
+
+
+def _checked_reward(reward: Any, subject: str) -> float:
     try:
         number = float(reward)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RolloutError(f"step of the environment returned the reward {_shorten(reward)}; return a finite number")
-    said = _checked_said(said, "step")
-    if said is None and not done:
-        raise RolloutError("step of the environment says nothing (None), but the episode is not done; return a text")
-    return Turn(said, number, bool(done))
+        raise RolloutError(f"{subject} of the environment is {_shorten(reward)}; return a finite number")
+    return number
+
+
+def _attribute_reward(environment: Any) -> Any:
+    if not hasattr(environment, "reward"):
+        raise RolloutError(
+            f"the environment {type(environment).__name__} has no score; define get_reward, or set its attribute "
+            "'reward', or configure a reward function"
+        )
+    return environment.reward
 
 
 def _shorten(value: Any) -> str:
@@ -260,10 +363,11 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _run_coroutine(value: Any) -> Any:
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _run_coroutine(value: Coroutine[Any, Any, Any]) -> Any:
     import asyncio
 
-    async def result() -> Any:
-        return await value
-
-    return asyncio.run(result())
+    return asyncio.run(value)

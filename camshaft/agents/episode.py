@@ -44,19 +44,25 @@ class Episode:
     """Time of the environment's calls."""
     num_computed: int = 0
     """Number of tokens that the model has computed for the answers so far."""
+    num_calls: int = 0
+    """Number of calls of tools."""
+    num_errors: int = 0
+    """Number of these that have failed, or that could not be read."""
     num_recomputed: int = 0
     """Number of tokens of the history that were computed again for later answers."""
     sampling: list[dict[str, float]] = field(default_factory=list)
     """For each answer, the sampling options that a program has set, if it has set any."""
 
-    def add_answer(self, ids: Sequence[int], log_probs: Sequence[float], text: str) -> None:
-        """Append the tokens of an answer, as they were sampled."""
+    def add_answer(
+        self, ids: Sequence[int], log_probs: Sequence[float], text: str, **parts: str | Sequence[Message]
+    ) -> None:
+        """Append the tokens of an answer, as they were sampled. `parts` are further fields of its message."""
         self.tokens += ids
         self.mask += [True] * len(ids)
         self.log_probs += log_probs
         self.rewards += [0.0] * len(ids)
         self.turns += 1
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": text, **parts})
 
     def add_told(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
         """Append the tokens of messages that the policy has not sampled."""

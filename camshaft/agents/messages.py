@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from camshaft.agents.calls import Answer
+from camshaft.agents.tools import NoEnvironment, form_of, schemas_of
 from camshaft.errors import CamshaftError
-from camshaft.plugins import find_target, import_attribute, import_file
+from camshaft.plugins import defined_functions, find_target, import_attribute, import_file
 
 GROUP = "camshaft.environments"
 """Group of the entry points of environments."""
+
+
+Reply = str | Answer | None
+"""What an environment receives: an answer, or None to read its score."""
 
 
 class Source(NamedTuple):
@@ -28,6 +34,8 @@ class Source(NamedTuple):
     """The class itself, if it was passed from Python."""
     checksum: str = ""
     """Checksum of the code of `pickled`."""
+    is_tool: bool = False
+    """True for a plain function that is a tool."""
 
 
 class Spec(NamedTuple):
@@ -42,6 +50,24 @@ class Spec(NamedTuple):
     """Time limit of construction and `reset`, and of loading, in seconds."""
     sys_path: list[str]
     """Module search path of the driver, which is appended to that of the process."""
+    functions: tuple[Source, ...] = ()
+    """Plain functions that are tools in every environment."""
+    is_scored_elsewhere: bool = False
+    """True if an environment with tools may have no score, because the run has other rewards."""
+    schemas: Mapping[str, tuple[dict[str, Any], ...]] = {}
+    """JSON schemas of the tools of each environment, by name."""
+    concurrent: tuple[str, ...] = ()
+    """Names of the environments with coroutine functions."""
+    scored: tuple[str, ...] = ()
+    """Names of the environments with a final score."""
+    is_described: bool = False
+    """True if the previous three are known."""
+
+    def described(self, loaded: "Loaded") -> "Spec":
+        """Return the spec with what loading has found."""
+        return self._replace(
+            schemas=loaded.schemas, concurrent=loaded.concurrent, scored=loaded.scored, is_described=True
+        )
 
 
 class Loaded(NamedTuple):
@@ -52,6 +78,9 @@ class Loaded(NamedTuple):
     """Columns of the data file that `reset` reads; None for all columns."""
     required: tuple[str, ...] = ()
     """Columns without which `reset` cannot be called."""
+    schemas: Mapping[str, tuple[dict[str, Any], ...]] = {}
+    concurrent: tuple[str, ...] = ()
+    scored: tuple[str, ...] = ()
 
 
 class Call(NamedTuple):
@@ -60,15 +89,43 @@ class Call(NamedTuple):
     episode: int
     start: bytes | None
     """Pickled `Start` of a new episode; None continues the episode."""
-    answers: tuple[str, ...]
+    answers: tuple[Reply, ...]
 
 
-def load_environments(spec: Spec, unpickle: Callable[[bytes], Any]) -> dict[str, Callable[..., Any]]:
-    """Load the classes of `spec`, by name. Raise CamshaftError on failure."""
+def num_calls(reply: Reply) -> int:
+    """Return the number of calls of user code that a reply needs."""
+    return max(1, len(reply.calls)) if isinstance(reply, Answer) else 1
+
+
+Functions = dict[str, Callable[..., Any]]
+
+
+def load_environments(spec: Spec, unpickle: Callable[[bytes], Any]) -> tuple[Functions, Functions]:
+    """Load the classes and the functions of `spec`, by name. Raise CamshaftError on failure."""
+    functions = {source.name: _load(source, unpickle) for source in spec.functions}
     factories = {source.name: _load(source, unpickle) for source in spec.sources}
     for source in spec.sources:
         _check_arguments(source.target, factories[source.name], spec.kwargs)
-    return factories
+        factory: Any = factories[source.name]
+        if inspect.isclass(factory):
+            form_of(factory, bool(functions))
+    return factories or {"": NoEnvironment}, functions
+
+
+def describe(factories: Functions, functions: Functions, kwargs: Mapping[str, Any]) -> Loaded:
+    """Return the columns and the tools of environments. A function that makes environments is called once."""
+    kinds = {
+        name: factory if inspect.isclass(factory) else type(factory(**kwargs)) for name, factory in factories.items()
+    }
+    forms = {name: form_of(kind, bool(functions)) for name, kind in kinds.items()}
+    has_async_tool = any(map(inspect.iscoroutinefunction, functions.values()))
+    return Loaded(
+        None,
+        *read_columns(kinds),
+        {name: schemas_of(kinds[name], form, functions) for name, form in forms.items()},
+        tuple(name for name, form in forms.items() if form.is_async or has_async_tool),
+        tuple(name for name, form in forms.items() if form.is_scored and kinds[name] is not NoEnvironment),
+    )
 
 
 def _check_arguments(target: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -87,7 +144,9 @@ def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any
         loaded = unpickle(source.pickled)
     else:
         path, _, name = source.target.rpartition(":") if ".py:" in source.target else (source.target, "", "")
-        if path.endswith(".py"):
+        if path.endswith(".py") and source.is_tool:
+            loaded = _find_function(import_file(path, "tools"), path, name)
+        elif path.endswith(".py"):
             loaded = _find_class(import_file(path, "environment"), path, name)
         else:
             target = find_target(source.target, {}, GROUP)
@@ -98,44 +157,44 @@ def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any
                 )
             loaded = import_attribute(target)
     if not callable(loaded):
-        raise CamshaftError(f"{source.target} has type {type(loaded).__name__}; an environment is a class")
-    if inspect.isclass(loaded):
-        missing = [name for name in ("reset", "step") if not callable(getattr(loaded, name, None))]
-        if missing:
-            raise CamshaftError(f"the environment {source.target} has no method {missing[0]}; define reset and step")
+        kind = "a tool is a function" if source.is_tool else "an environment is a class"
+        raise CamshaftError(f"{source.target} has type {type(loaded).__name__}; {kind}")
     return loaded
 
 
+def _find_function(module: ModuleType, path: str, name: str) -> Any:
+    if name not in vars(module):
+        found = ", ".join(defined_functions(module)) or "none"
+        raise CamshaftError(f"{path} has no function '{name}'; its functions are {found}. Set tools={path}:name")
+    return vars(module)[name]
+
+
 def _find_class(module: ModuleType, path: str, name: str) -> Any:
-    """Return the class or function `name` of a file, or its only class with `reset` and `step`."""
+    """Return the class or function `name` of a file, or its only class with `reset`."""
     classes = [
         key
         for key, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "step")
+        if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "reset")
     ]
     if not name and len(classes) == 1:
         name = classes[0]
     if name not in vars(module):
-        found = f"its environments are {', '.join(classes)}" if classes else "it has no class with reset and step"
+        found = f"its environments are {', '.join(classes)}" if classes else "it has no class with reset"
         fix = f"environment={path}:{classes[0] if classes else 'Class'}"
         raise CamshaftError(f"{path} has no environment '{name or 'Class'}'; {found}. Set {fix}")
     return vars(module)[name]
 
 
-def read_columns(factories: Mapping[str, Callable[..., Any]]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+def read_columns(kinds: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     """Return the columns that `reset` of the environments reads, or None for all, and those that it requires."""
     names: list[str] = []
     required: list[str] = []
     takes_all = False
-    for factory in factories.values():
-        reset = getattr(factory, "reset", None)
-        if reset is None:  # a function, whose environments have any parameters
-            takes_all = True
-            continue
-        parameters = list(inspect.signature(reset).parameters.values())[1:]
+    for factory in kinds.values():
+        parameters = list(inspect.signature(factory.reset).parameters.values())[1:]
         takes_all |= any(p.kind == p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         names += [p.name for p in named if p.name not in ("seed", "row_seed")]
         required += [p.name for p in named if p.name in names and p.default is p.empty]
     columns = None if takes_all else tuple(dict.fromkeys(names))
-    return columns, tuple(dict.fromkeys(required)) if len(factories) == 1 else ()
+    return columns, tuple(dict.fromkeys(required)) if len(kinds) == 1 else ()

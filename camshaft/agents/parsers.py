@@ -5,8 +5,8 @@
     calls[0].name, calls[0].arguments                     # "add", {"a": 3, "b": 4}
 
 A tokenizer with a `response_template` parses its answers itself. Otherwise, the format is one of `FORMATS`, or a
-function of another package in the entry point group `camshaft.tool_parsers`, which maps the text of an answer to
-`Parsed`. A call that cannot be read is a call with an `error`, which the policy is told.
+function of yours, as `file.py:function` or in the entry point group `camshaft.tool_parsers`, which maps the text of an
+answer to `Parsed`. A call that cannot be read is a call with an `error`, which the policy is told.
 """
 
 import json
@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from camshaft.agents.calls import Call, Parsed
 from camshaft.data.chat import render, special_token_ids
-from camshaft.errors import BatchError
-from camshaft.plugins import load_function
+from camshaft.errors import BatchError, ConfigError
+from camshaft.plugins import defined_functions, import_file, load_function
 
 GROUP = "camshaft.tool_parsers"
 """Group of the entry points of formats."""
@@ -44,7 +44,7 @@ class ToolParser:
         self.tokenizer: Any = tokenizer
         self.has_template = name == AUTO and getattr(tokenizer, "response_template", None) is not None
         self.name = detect_format(tokenizer) if name == AUTO else name
-        self._format: Format = load_function(self.name, FORMATS, GROUP)
+        self._format = _load_format(self.name)
         self._special = [str(tokenizer.decode([token])) for token in special_token_ids(tokenizer)]
 
     def parse(self, answer: Sequence[int] | str, prefix: Sequence[int] = (), tools: Tools = ()) -> Parsed:
@@ -127,6 +127,17 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> str:
     except ValueError:
         return "hermes"
     return "json" if value.get("name") == _NAME else "hermes"
+
+
+def _load_format(name: str) -> Format:
+    """Return a format: a built-in one, an entry point, package.module:function, or file.py:function."""
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        return load_function(name, FORMATS, GROUP)
+    functions = defined_functions(import_file(path, "tool parser"))
+    if function not in functions:
+        raise ConfigError(f"{path} has no function '{function}'; its functions are {', '.join(functions) or 'none'}")
+    return functions[function]
 
 
 def _json_values(text: str) -> Iterator[Any]:

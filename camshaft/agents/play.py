@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from camshaft.agents.bridge import Bridge
+from camshaft.agents.calls import Answer
 from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
 from camshaft.agents.episode import Episode
 from camshaft.dataproto import Ragged
@@ -34,6 +35,10 @@ class Question(NamedTuple):
     messages: Sequence[Message]
     start: Start
     sampling_seed: int
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that the policy may call."""
+    is_scored: bool = False
+    """True if the environment has a final score."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +91,37 @@ class _Game:
         self.rollout, self.environments, self.bridge = rollout, environments, bridge
         self.limits, self.sampling = limits, sampling
         self.episodes: list[Episode] = []
+        self.questions: Sequence[Question] = ()
 
     def play(self, questions: Sequence[Question]) -> list[Episode]:
+        self.questions = questions
         turns = self.environments.reset({number: question.start for number, question in enumerate(questions)})
         self.episodes = [self._begin(question, turns[number]) for number, question in enumerate(questions)]
         seeds = torch.tensor([question.sampling_seed for question in questions], dtype=torch.int64)
         running = [number for number, episode in enumerate(self.episodes) if episode.stop_reason is None]
         while running:
             answered = self._generate(running, seeds[running])
-            answers = {number: str(self.episodes[number].messages[-1]["content"]) for number in running}
-            turns = self.environments.step(answers)
-            for number, was_cut in zip(running, answered, strict=True):
-                self._continue(self.episodes[number], turns[number], was_cut)
+            turns = self.environments.step({number: answer for number, (answer, _) in answered.items()})
+            for number, (_, was_cut) in answered.items():
+                self._continue(self.episodes[number], self.questions[number], turns[number], was_cut)
             self.rollout.close_rows(number for number in running if self.episodes[number].stop_reason is not None)
             running = [number for number in running if self.episodes[number].stop_reason is None]
+        self._add_scores()
         self.environments.end(range(len(questions)))
         return self.episodes
+
+    def _add_scores(self) -> None:
+        """Add the final scores of environments to the last tokens of the episodes."""
+        rows = enumerate(zip(self.questions, self.episodes, strict=True))
+        scored = [number for number, (question, episode) in rows if question.is_scored and episode.turns]
+        scored = [number for number in scored if self.episodes[number].fault is None]
+        for number, score in self.environments.score(scored).items() if scored else ():
+            episode = self.episodes[number]
+            if isinstance(score, Fault):
+                episode.fault, episode.stop_reason = score, "error"
+            else:
+                episode.seconds += score.seconds
+                episode.add_reward(score.reward)
 
     def _begin(self, question: Question, turn: Turn | Fault) -> Episode:
         episode = Episode(list(question.messages))
@@ -110,13 +130,13 @@ class _Game:
             return episode
         episode.seconds += turn.seconds
         episode.messages = turn.prompt(episode.messages)
-        episode.prompt = self.bridge.start(episode.messages)
+        episode.prompt = self.bridge.start(episode.messages, question.tools)
         if len(episode.prompt) > self.limits.max_prompt:
             episode.stop_reason = "prompt"
         return episode
 
-    def _generate(self, running: Sequence[int], seeds: torch.Tensor) -> list[bool]:
-        """Append an answer to each episode. Return for each of them whether the answer reached a limit."""
+    def _generate(self, running: Sequence[int], seeds: torch.Tensor) -> dict[int, tuple[str | Answer, bool]]:
+        """Append an answer to each episode. Return the answers, and whether they reached a limit."""
         episodes = [self.episodes[number] for number in running]
         contexts = Ragged.from_rows([episode.prompt + episode.tokens for episode in episodes], torch.int64)
         if not self.rollout.capabilities.continues_rows:
@@ -127,32 +147,49 @@ class _Game:
         sampling = replace(self.sampling, max_tokens=max(limits))
         kept: dict[str, Any] = {"row_ids": running} if self.rollout.capabilities.keeps_rows else {}
         out = self.rollout.generate_sequences(contexts, sampling, seeds, **kept)
-        were_cut: list[bool] = []
+        answers: dict[int, tuple[str | Answer, bool]] = {}
         cached = [0] * len(episodes) if out.num_cached is None else out.num_cached.tolist()
         columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
-        for episode, limit, num_cached, ids, log_probs, finished in zip(
-            episodes, limits, cached, *columns, strict=True
-        ):
+        for number, limit, num_cached, ids, log_probs, finished in zip(running, limits, cached, *columns, strict=True):
+            episode, tools = self.episodes[number], self.questions[number].tools
             episode.num_recomputed += episode.num_computed - num_cached
-            answer = ids[:limit].tolist()
-            if not answer:
+            tokens = ids[:limit].tolist()
+            if not tokens:
                 raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
-            episode.add_answer(answer, log_probs[:limit].tolist(), self.bridge.decode(answer))
+            answer = self._add_answer(episode, tokens, log_probs[:limit].tolist(), tools)
             episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
-            were_cut.append(not finished or len(ids) > limit)
-        return were_cut
+            answers[number] = answer, not finished or len(ids) > limit
+        return answers
+
+    def _add_answer(
+        self, episode: Episode, tokens: list[int], log_probs: list[float], tools: Sequence[dict[str, Any]]
+    ) -> str | Answer:
+        """Append an answer, and return what the environment receives."""
+        if not tools:
+            text = self.bridge.decode(tokens)
+            episode.add_answer(tokens, log_probs, text)
+            return text
+        parsed = self.bridge.parser.parse(tokens, episode.prompt + episode.tokens, tools)
+        calls = [call.message(episode.turns, number) for number, call in enumerate(parsed.calls)]
+        parts = {"tool_calls": calls} if calls else {}
+        thinking = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+        answer = Answer(parsed.content, parsed.calls, episode.turns)
+        episode.add_answer(tokens, log_probs, parsed.content, **parts, **thinking)
+        return answer
 
     def _answer_limit(self, episode: Episode) -> int:
         left = self.limits.max_response - len(episode.tokens)
         return left if self.limits.max_turn_length is None else min(left, self.limits.max_turn_length)
 
-    def _continue(self, episode: Episode, turn: Turn | Fault, was_cut: bool) -> None:
+    def _continue(self, episode: Episode, question: Question, turn: Turn | Fault, was_cut: bool) -> None:
         """Append what the environment says to the last answer, or end the episode."""
         limits = self.limits
         if isinstance(turn, Fault):
             episode.fault, episode.stop_reason = turn, "error"
             return
         episode.seconds += turn.seconds
+        episode.num_calls += turn.num_calls
+        episode.num_errors += turn.num_errors
         episode.add_reward(turn.reward)
         if was_cut and len(episode.tokens) == limits.max_response:
             episode.stop_reason = "length"
@@ -166,7 +203,9 @@ class _Game:
             episode.messages += turn.messages  # for people and reward functions; the policy does not see them
             return
         messages = [self._truncated(message) for message in turn.messages]
-        ids = self.bridge.after(messages, stopped=self.bridge.ends_answer(episode.tokens[-1]))
+        stopped = self.bridge.ends_answer(episode.tokens[-1])
+        calls = episode.messages[-1].get("tool_calls", ())
+        ids = self.bridge.after(messages, stopped, question.tools, calls)
         if len(episode.tokens) + len(ids) >= limits.max_response:
             episode.stop_reason = "length"
         else:

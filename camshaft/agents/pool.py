@@ -6,11 +6,12 @@
     pool.step({0: "5", ...})
     pool.close()
 
-An episode stays in one process. Each process makes one call at a time. If a call crashes the process or exceeds its
-time limit, the process is killed, with all processes that it has started. The other episodes of the process are then
-played again in a new one: `reset` with the same arguments, and the same answers. An environment that says something
-else than before has failed. So has one that raises, but each episode has one more attempt, except after a time limit of
-`step`.
+An episode stays in one process. Each process makes one call at a time, or those of several episodes if they are
+coroutines, each of which is cancelled at its time limit. If a call crashes the process or blocks it for longer, the
+process is killed, with all processes that it has started. The other episodes of the process are then played again in a
+new one: `reset` with the same arguments, and the same answers. Those that ran beside a call at fault are played one at
+a time, so that it is found. An environment that says something else than before has failed. So has one that raises, but
+each episode has one more attempt, except after a time limit of `step`.
 """
 
 import logging
@@ -25,13 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from camshaft.agents.calls import Answer as PolicyAnswer
 from camshaft.agents.environment import Fault, Start, Turn
-from camshaft.agents.messages import Call, Loaded, Spec
+from camshaft.agents.messages import Call, Loaded, Reply, Spec, num_calls
 from camshaft.errors import RolloutError
 from camshaft.rewards.output import Output, OutputStream
 from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait, describe_process
 from camshaft.workers.messages import Ready
-from camshaft.workers.worker import Answer, Worker, close_all, wait_for
+from camshaft.workers.worker import CANCEL_SECONDS, Answer, Worker, close_all, wait_for
 
 _PROGRAM = "camshaft.agents.program"
 
@@ -52,25 +54,41 @@ class _Game:
     name: str
     """Name of the environment; empty for the first one."""
     start: bytes
-    answers: list[str] = field(default_factory=list)
+    is_concurrent: bool = False
+    """True if its calls are coroutines, which run at the same time as those of other episodes."""
+    answers: list[Reply] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     """Results of `reset` and of the answers."""
     is_hosted: bool = False
     """True if its environment exists in the process of its slot."""
     has_failed: bool = False
     """True after the first failure. The second one ends the episode."""
+    is_alone: bool = False
+    """True if its calls run alone, because one of several concurrent calls has ended their process."""
 
     def method(self) -> str:
         """Return the method that is called, with those that are repeated before it."""
         if not self.answers:
             return "reset"
-        return "step" if self.is_hosted else f"reset and {len(self.answers)} x step"
+        if not self.is_hosted:
+            return f"reset and {len(self.turns) - 1} replies"
+        reply = self.answers[-1]
+        calls = [call.name for call in reply.calls] if isinstance(reply, PolicyAnswer) else []
+        return ", ".join(calls) or ("the score" if reply is None else "step")
 
     def request(self, number: int) -> tuple[Call, int]:
-        """Return the call that continues the episode, and the number of its results that are known already."""
+        """Return the next call of the episode, and the number of its results that are known already.
+
+        An episode without an environment is first played again up to the call that has no result.
+        """
         if self.is_hosted:
             return Call(number, None, tuple(self.answers[len(self.turns) - 1 :])), 0
-        return Call(number, self.start, tuple(self.answers)), len(self.turns)
+        return Call(number, self.start, tuple(self.answers[: max(0, len(self.turns) - 1)])), len(self.turns)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if an answer has no result."""
+        return len(self.turns) <= len(self.answers)
 
 
 class EnvironmentPool:
@@ -101,15 +119,23 @@ class EnvironmentPool:
 
     def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
         """Begin episodes. Episodes with the same numbers have ended."""
+        first = self.spec.sources[0].name if self.spec.sources else ""
         for number, start in starts.items():
-            self._games[number] = _Game(start.name, pickle.dumps(start))
+            is_concurrent = (start.name or first) in self.spec.concurrent
+            self._games[number] = _Game(start.name, pickle.dumps(start), is_concurrent)
         return self._run(list(starts))
 
-    def step(self, answers: Mapping[int, str]) -> dict[int, Turn | Fault]:
+    def step(self, answers: Mapping[int, str | PolicyAnswer]) -> dict[int, Turn | Fault]:
         """Continue episodes with answers."""
         for number, answer in answers.items():
             self._games[number].answers.append(answer)
         return self._run(list(answers))
+
+    def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
+        """Read the final scores of episodes."""
+        for number in episodes:
+            self._games[number].answers.append(None)
+        return self._run(list(episodes))
 
     def end(self, episodes: Sequence[int]) -> None:
         """End episodes. Their environments may be reset for others."""
@@ -149,7 +175,7 @@ class EnvironmentPool:
                 if queue and process is None:
                     process = self._start(slot)
                 if queue and process is not None and process.is_ready and not process.calls:
-                    self._submit(process, queue.popleft())
+                    self._submit(process, self._take(queue))
             _, events = wait_for(self._processes, time.monotonic() + POLL_SECONDS)
             busy = [process for process in self._processes if process.calls or not process.is_ready]
             if busy:
@@ -165,11 +191,26 @@ class EnvironmentPool:
                 else:
                     self._replace(process, event.kind, queues, results)
 
-    def _submit(self, process: _Process, number: int) -> None:
-        """Send the calls of an episode, whose time limit is the sum of theirs."""
-        call, _ = self._games[number].request(number)
-        limit = self.spec.timeout * len(call.answers) + (0 if call.start is None else self.spec.start_timeout)
-        process.submit([(number, call)], limit)
+    def _take(self, queue: deque[int]) -> list[int]:
+        """Remove and return the next episode, or all next ones whose calls can run at the same time."""
+        numbers = [queue.popleft()]
+        while queue and all(self._runs_beside(number) for number in (numbers[0], queue[0])):
+            numbers.append(queue.popleft())
+        return numbers
+
+    def _runs_beside(self, number: int) -> bool:
+        return self._games[number].is_concurrent and not self._games[number].is_alone
+
+    def _submit(self, process: _Process, numbers: Sequence[int]) -> None:
+        """Send the calls of episodes. The time limit of an episode is the sum of those of its calls."""
+        calls = [(number, self._games[number].request(number)[0]) for number in numbers]
+        limit, is_concurrent = max(self._limit(call) for _, call in calls), self._games[numbers[0]].is_concurrent
+        # The process cancels coroutines itself, each at its own limit. This one is for those that block it.
+        process.submit(calls, limit + CANCEL_SECONDS * is_concurrent, is_concurrent)
+
+    def _limit(self, call: Call) -> float:
+        start = 0 if call.start is None else self.spec.start_timeout
+        return start + self.spec.timeout * sum(num_calls(answer) for answer in call.answers)
 
     def _receive(
         self, number: int, turns: list[Turn | Fault], queues: Sequence[deque[int]], results: dict[int, Turn | Fault]
@@ -189,7 +230,10 @@ class EnvironmentPool:
                 self._retry(number, Fault("error", message), queues, results)
                 return
         game.is_hosted = True
-        results[number] = game.turns[-1]
+        if game.is_waiting:
+            queues[number % self.num_workers].appendleft(number)
+        else:
+            results[number] = game.turns[-1]
 
     def _retry(self, number: int, fault: Fault, queues: Sequence[deque[int]], results: dict[int, Turn | Fault]) -> None:
         """Repeat an episode after its first failure. The second failure is its result."""
@@ -208,11 +252,16 @@ class EnvironmentPool:
         """Kill a process that crashed or exceeded its time limit. Its other episodes will be repeated in a new one."""
         self._kill(process)
         running, _ = process.split_calls()
+        limit = self._limit(self._games[running[0]].request(running[0])[0])
         for number, game in self._games.items():
             if number % self.num_workers == process.slot:
                 game.is_hosted = False
+        if len(running) > 1:  # which of them has failed shows when each runs alone
+            for number in running:
+                self._games[number].is_alone = True
+                queues[number % self.num_workers].append(number)
+            return
         (number,) = running
-        limit = process.deadline - process.since
         messages = {
             "timeout": f"no result within {limit:g} s; the process was killed",
             "crash": f"the process {process.describe_exit()}",
@@ -265,15 +314,16 @@ class EnvironmentPool:
         )
 
     def _names(self) -> str:
-        return "the environment " + ", ".join(source.target for source in self.spec.sources)
+        return "the environment " + ", ".join(source.target for source in (*self.spec.sources, *self.spec.functions))
 
     def _describe_call(self, process: _Process) -> str:
         """Return a description of the call that a process makes."""
         if not process.calls:
             return self._describe(process)
-        (number,) = process.calls.values()
+        number = next(iter(process.calls.values()))
         game = self._games[number]
-        target = next((s.target for s in self.spec.sources if s.name == game.name), self.spec.sources[0].target)
+        sources = [*self.spec.sources, *self.spec.functions]
+        target = next((source.target for source in sources if source.name == game.name), sources[0].target)
         place = f"episode {number}, {describe_process(process.pid)}"
         return f"{game.method()} of {target} ({place}, limit {process.deadline - process.since:g} s)"
 

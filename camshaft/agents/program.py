@@ -6,10 +6,11 @@
 import pickle
 import signal
 import traceback
+from collections.abc import Coroutine
 from typing import Any
 
 from camshaft.agents.environment import Fault, Host, Turn
-from camshaft.agents.messages import Call, Loaded, Spec, load_environments, read_columns
+from camshaft.agents.messages import Call, Loaded, Spec, describe, load_environments, num_calls
 from camshaft.errors import CamshaftError
 from camshaft.masking import mask_text, remember_secrets
 from camshaft.subprocesses import extend_import_path
@@ -27,8 +28,8 @@ def main(stack_file: str) -> None:
     remember_secrets([spec.kwargs])
     try:
         extend_import_path(spec.sys_path)
-        factories = load_environments(spec, pickle.loads)  # from the pipe of the pool, never from a file
-        columns = read_columns(factories)
+        factories, functions = load_environments(spec, pickle.loads)  # from the pipe of the pool, never from a file
+        loaded = Loaded(None) if spec.is_described else describe(factories, functions, spec.kwargs)
     except CamshaftError as error:
         parent.ready(Loaded(_printable(str(error))))
         return
@@ -36,20 +37,29 @@ def main(stack_file: str) -> None:
         names = ", ".join(source.target for source in spec.sources)
         parent.ready(Loaded(f"{names} could not be loaded:\n{_trace(error)}"))
         return
-    host = Host(factories, spec.kwargs, wait=_wait)
-    parent.ready(Loaded(None, *columns))
-    parent.serve(lambda payload: make_calls(host, payload), _not_concurrent)
+    host = Host(factories, spec.kwargs, _wait, functions, must_score=not spec.is_scored_elsewhere)
+    parent.ready(loaded)
+    limits = (spec.start_timeout, spec.timeout)
+    parent.serve(lambda call: host.run(make_calls(host, call)), lambda call: make_calls(host, call, limits))
 
 
-def make_calls(host: Host, call: Call) -> list[Turn | Fault]:
-    """Make the calls of an environment up to the first that fails. Return one result for each."""
+async def make_calls(host: Host, call: Call, limits: tuple[float, float] | None = None) -> list[Turn | Fault]:
+    """Make the calls of an environment up to the first that fails. Return one result for each.
+
+    `limits` are the time limits of `reset` and of another call, in seconds. Without them, the pool ends this process.
+    """
     turns: list[Turn | Fault] = []
     number = call.episode
     try:
         if call.start is not None:
-            turns.append(host.reset({number: pickle.loads(call.start)})[number])
+            start = pickle.loads(call.start)
+            turns.append(await _limited(host.begin(number, start), limits and limits[0]))
         for answer in call.answers:
-            turns.append(host.step({number: answer})[number])
+            calling = host.read_score(number) if answer is None else host.reply(number, answer)
+            turns.append(await _limited(calling, limits and limits[1] * num_calls(answer)))
+    except _Expired as expired:
+        host.discard(number)
+        turns.append(Fault("timeout", str(expired)))
     except BaseException as error:  # includes SystemExit, so that `sys.exit` fails only its episode
         host.discard(number)
         turns.append(fault_of(error))
@@ -67,15 +77,30 @@ def fault_of(error: BaseException) -> Fault:
     return Fault("error", _printable(text[-500:]), "" if is_ours else _trace(error))
 
 
-def _wait(value: Any) -> Any:
-    async def result() -> Any:
-        return await value
-
-    return event_loop().run_until_complete(result())
+class _Expired(Exception):
+    """A call has exceeded its time limit."""
 
 
-async def _not_concurrent(payload: Call) -> None:
-    raise AssertionError("the calls of a process are made one after the other")
+async def _limited(calling: Coroutine[Any, Any, Turn], seconds: float | None) -> Turn:
+    if seconds is None:
+        return await calling
+    import asyncio
+
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            turn = await calling
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    else:
+        if not limit.expired():  # the call may have suppressed the cancellation
+            return turn
+    raise _Expired(f"no result within {seconds:g} s; the call was cancelled")
+
+
+def _wait(call: Coroutine[Any, Any, Any]) -> Any:
+    return event_loop().run_until_complete(call)
 
 
 def _trace(error: BaseException) -> str:

@@ -4,6 +4,7 @@ spec, loaded = open_environments(section, passed)      # Spec for the ranks; col
 check_environment_rows(loaded, spec, prompts)
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from camshaft.agents.bridge import Bridge
+from camshaft.agents.calls import Call
 from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Loaded, Source, Spec
 from camshaft.agents.pool import EnvironmentPool
@@ -35,27 +37,39 @@ EPISODE_COLUMNS = (
 ENVIRONMENT = "environment"
 """Column of the data file that selects an environment."""
 
+TOOLS = "tools"
+"""Column of the data file that selects tools."""
+
 logger = logging.getLogger(__name__)
 
 
 def open_environments(
-    section: MultiTurnConfig, passed: Sequence[Source], output: Path | None = None
+    section: MultiTurnConfig, passed: Sequence[Source], output: Path | None = None, has_other_rewards: bool = False
 ) -> tuple[Spec | ProgramSpec, Loaded]:
-    """Load the environments or the program in a process, and return their description. `passed` are from Python."""
+    """Load the environments with tools, or the program, in a process, and return their description.
+
+    `passed` are those from Python. With `has_other_rewards`, an environment with tools may have no score.
+    """
     if section.agent is not None:
         return _open_program(section, passed, output)
-    sources = tuple(passed) or tuple(Source(name, target) for name, target in section.selected())
+    sources = tuple(source for source in passed if not source.is_tool)
+    sources = sources or tuple(Source(name, target) for name, target in section.selected())
+    functions = tuple(source for source in passed if source.is_tool)
+    functions = functions or tuple(Source(name, target, is_tool=True) for name, target in section.selected_tools())
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise RolloutError(
             f"two environments have the name {twice[0]}, which the column 'environment' selects; rename one"
         )
-    folders = [str(Path(source.target.rpartition(":")[0] or source.target).resolve().parent) for source in sources]
+    files = [source.target.rpartition(":")[0] or source.target for source in (*sources, *functions)]
+    folders = [str(Path(file).resolve().parent) for file in files]
     path = [*dict.fromkeys(folders), *import_path()]  # a file can import modules beside it
-    spec = Spec(sources, section.environment_kwargs, section.timeout, section.start_timeout, path)
+    limits = section.timeout, section.start_timeout
+    spec = Spec(sources, section.environment_kwargs, *limits, path, functions, has_other_rewards)
     pool = EnvironmentPool(spec, 1, output)
     try:
-        return spec, pool.check()
+        loaded = pool.check()
+        return spec.described(loaded), loaded
     finally:
         pool.close()
 
@@ -80,8 +94,10 @@ def data_columns(spec: Spec | ProgramSpec, loaded: Loaded) -> tuple[str, ...] | 
     """Return the columns of the data file that the environments read; None for all columns."""
     if loaded.columns is None:
         return None
-    is_selected = isinstance(spec, Spec) and len(spec.sources) > 1
-    return (*loaded.columns, *([ENVIRONMENT] if is_selected else []))
+    if not isinstance(spec, Spec):
+        return loaded.columns
+    columns = (*loaded.columns, *([ENVIRONMENT] if len(spec.sources) > 1 else []))
+    return (*columns, *([TOOLS] if any(spec.schemas.values()) else []))
 
 
 def join_columns(*columns: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -107,7 +123,13 @@ def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataP
                 f"{owner} has a parameter '{name}', but the data has no column '{name}'. Add the column, rename the "
                 "parameter, or give it a default"
             )
-    if not is_program and len(spec.sources) > 1:
+    if is_program:
+        return
+    if "data_row" in rows:
+        for number, row in enumerate(rows["data_row"]):
+            if row.get(TOOLS) is not None:
+                check_tools(row[TOOLS], spec, f"row {number}")
+    if len(spec.sources) > 1:
         names = [source.name for source in spec.sources]
         for number, row in enumerate(rows["data_row"]):
             if row.get(ENVIRONMENT) not in names:
@@ -117,16 +139,55 @@ def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataP
                 )
 
 
-def report_template(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+def check_tools(value: Any, spec: Spec, location: str) -> tuple[str, ...]:
+    """Return the names in the column `tools` of a row: names, or JSON schemas of functions.
+
+    Raise RolloutError if one is not a tool of the run.
+    """
+    items: Any = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    items = [item.strip() for item in items.split(",")] if isinstance(items, str) else items
+    names = [item["function"]["name"] if isinstance(item, Mapping) else str(item) for item in items]
+    known = {schema["function"]["name"] for schemas in spec.schemas.values() for schema in schemas}
+    for name in names:
+        if name not in known:
+            choices = ", ".join(sorted(known))
+            raise RolloutError(f"{location}: the column '{TOOLS}' contains '{name}'; the tools are {choices}")
+    return tuple(names)
+
+
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "x"}
+
+
+def report_template(tokenizer: Any, arguments: Mapping[str, Any], spec: Spec, call_format: str) -> None:
     """Raise an error if the chat template cannot continue a conversation, and log what it changes in a history."""
-    bridge = Bridge(tokenizer, arguments)
-    bridge.after([{"role": "user", "content": "x"}], stopped=True)
+    bridge = Bridge(tokenizer, arguments, call_format)
+    tools = next((schemas for schemas in spec.schemas.values() if schemas), ())
+    if tools:
+        name = tools[0]["function"]["name"]
+        bridge.parser  # noqa: B018 - an unknown format is an error
+        call = Call(name, {"a": "x"}).message(0, 0)
+        bridge.after([_RESULT | {"name": name, "tool_call_id": call["id"]}], True, tools, [call])
+        if not num_tool_tokens(tokenizer, arguments, spec):
+            logger.warning(
+                "the chat template does not describe the tools %s to the policy; set data.chat_template to one that "
+                "reads 'tools'",
+                ", ".join(schema["function"]["name"] for schema in tools),
+            )
+    else:
+        bridge.after([{"role": "user", "content": "x"}], stopped=True)
     if changed := bridge.rewrites():
         logger.warning(
             "the chat template rewrites the history of a conversation: %s. In training, the history contains what was "
             "sampled; a chat server that formats each request with the template shows the model another one",
             changed,
         )
+
+
+def num_tool_tokens(tokenizer: Any, arguments: Mapping[str, Any], spec: Spec) -> int:
+    """Return the largest number of tokens with which the chat template describes the tools of an environment."""
+    bridge, messages = Bridge(tokenizer, arguments), [{"role": "user", "content": "x"}]
+    plain = len(bridge.start(messages))
+    return max((len(bridge.start(messages, schemas)) - plain for schemas in spec.schemas.values()), default=0)
 
 
 def episode_chat(data: ChatTemplateConfig) -> ChatTemplateConfig:

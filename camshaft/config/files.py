@@ -13,7 +13,7 @@ from camshaft import hub
 from camshaft.config.errors import Problem
 from camshaft.config.model_settings import read_tokenizer
 from camshaft.config.run_folder import check_run_name
-from camshaft.config.schema.agents import AGENT_KEY, KEY, MultiTurnConfig
+from camshaft.config.schema.agents import AGENT_KEY, KEY, TOOLS_KEY, MultiTurnConfig
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, ModelSource
@@ -159,6 +159,14 @@ def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
 
 def _check_environments(section: str, multi_turn: MultiTurnConfig) -> Iterator[Problem]:
     """Check that the files of environments or of the program exist, and that the names of environments differ."""
+    tools = [target.rpartition(":")[0] for target in multi_turn.tools]
+    yield from _check_function_files(f"{section}.{TOOLS_KEY}", tools)
+    for target in multi_turn.tools:
+        if ":" not in target:
+            message = (
+                f"{target} names no function. Set {section}.{TOOLS_KEY}={target}:name, or several names with commas."
+            )
+            yield Problem(f"{section}.{TOOLS_KEY}", multi_turn.tools, message)
     key, selected = f"{section}.{KEY}", multi_turn.selected()
     paths = [target.rpartition(":")[0] or target for _, target in selected]
     yield from _check_function_files(key, paths)

@@ -32,7 +32,7 @@ from camshaft.agents.messages import Spec
 from camshaft.agents.play import Limits, Question, play
 from camshaft.agents.pool import EnvironmentPool
 from camshaft.agents.programs import ProgramPool
-from camshaft.agents.setup import ENVIRONMENT
+from camshaft.agents.setup import ENVIRONMENT, TOOLS, check_tools
 from camshaft.config import GenerateConfig, PPOConfig
 from camshaft.config.schema.agents import MultiTurnConfig
 from camshaft.config.schema.roles import GeneratorConfig
@@ -89,7 +89,8 @@ class EpisodePlayer(ABC):
         rollout: GeneratorConfig = config.actor_rollout_ref.rollout if is_ppo else config.rollout
         trust = config.data.trust_remote_code if is_ppo else config.model.trust_remote_code
         tokenizer: Any = load_tokenizer(config.tokenizer_path(), trust, config.data.chat_template)
-        bridge, section = Bridge(tokenizer, config.data.chat_template_kwargs), rollout.multi_turn
+        section = rollout.multi_turn
+        bridge = Bridge(tokenizer, config.data.chat_template_kwargs, section.format)
         limits = limits_of(rollout, section)
         if isinstance(spec, ProgramSpec):
             return ProgramPlayer(ProgramPool(spec, output), bridge, limits, section.allow_sampling)
@@ -111,7 +112,10 @@ class EpisodePlayer(ABC):
         seconds = time.perf_counter() - start
         metrics = {
             "agent/tool_seconds": sum(episode.seconds for episode in episodes),
-            "agent/tool_errors": float(self.pool.num_failures - count),
+            "agent/tool_calls": float(sum(episode.num_calls for episode in episodes)),
+            "agent/tool_errors": float(
+                sum(episode.num_errors for episode in episodes) + self.pool.num_failures - count
+            ),
             "agent/prompt_tokens_recomputed": float(sum(episode.num_recomputed for episode in episodes)),
             "perf/rollout_tokens_per_second": sum(sum(episode.mask) for episode in episodes) / max(seconds, 1e-9),
         } | self.metrics()
@@ -130,8 +134,7 @@ class EnvironmentPlayer(EpisodePlayer):
     limits: Limits
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
-        names = [source.name for source in self.pool.spec.sources]
-        questions = [question(row, names) for row in rows]
+        questions = [question(row, self.pool.spec) for row in rows]
         return play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
 
 
@@ -147,7 +150,7 @@ class ProgramPlayer(EpisodePlayer):
     """Number of rows of the last sessions behind their first ones."""
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
-        questions = [question(row, ("",)) for row in rows]
+        questions = [question(row, Spec((), {}, 0.0, 0.0, [])) for row in rows]
         arguments = self.bridge, self.limits, sampling, "policy", self.allow_sampling
         with open_stream(rollout) as stream, Endpoint(stream, *arguments) as endpoint:
             sessions = self.pool.play(endpoint, questions, self.limits.timeout)
@@ -187,17 +190,22 @@ def each_row(rows: DataProto) -> Sequence[dict[str, Any]]:
     return [{name: values[i] for name, values in lists.items()} for i in range(len(rows))]
 
 
-def question(row: dict[str, Any], names: Sequence[str]) -> Question:
-    """Return the prompt, the environment and the seeds of a row. `names` are those of the environments."""
+def question(row: dict[str, Any], spec: Spec) -> Question:
+    """Return the prompt, the environment, the tools and the seeds of a row."""
     data: dict[str, Any] = {
         "prompt": row["raw_prompt"],
         **row.get("data_row", {}),
         **{name: row[name] for name in ("ground_truth", "data_source", "extra_info") if name in row},
     }
+    names = [source.name for source in spec.sources] or [""]
     name = names[0] if len(names) == 1 else str(data.pop(ENVIRONMENT, None))
+    schemas = spec.schemas.get(name, ())
+    chosen = None if not schemas or data.get(TOOLS) is None else check_tools(data.pop(TOOLS), spec, "a row")
     seeds = torch.tensor([row["environment_seed"], row["sampling_seed"]], dtype=torch.int64)
     seed, row_seed = (mix_seeds(seeds) & (2**SEED_BITS - 1)).tolist()
-    return Question(row["raw_prompt"], Start(data, seed, row_seed, name), row["sampling_seed"])
+    start = Start(data, seed, row_seed, name, chosen)
+    tools = tuple(schema for schema in schemas if chosen is None or schema["function"]["name"] in chosen)
+    return Question(row["raw_prompt"], start, row["sampling_seed"], tools, name in spec.scored)
 
 
 def episode_columns(episodes: Sequence[Episode], prompts: Ragged, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class Launch:
     """Python classes of environments. None if the config names them."""
     agent: Any = None
     """Python function that plays episodes. None if the config names it."""
+    tools: Any = None
+    """Python functions that the policy calls. None if the config names them."""
 
 
 def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:

@@ -173,6 +173,7 @@ class Run:
         on_step: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         environment: Any = None,
         agent: Any = None,
+        tools: Any = None,
         **keys: Any,
     ) -> Run:
         """Continue the run from its newest checkpoint, and return it.
@@ -184,6 +185,7 @@ class Run:
             on_step: Hooks, as in `camshaft.train`. None keeps those of this object.
             environment: Environment, as in `camshaft.train`. It is required in the same case as `reward`.
             agent: Program, as in `camshaft.train`. It is required in the same case as `reward`.
+            tools: Functions that the policy calls, as in `camshaft.train`. They are required in the same case.
             **keys: Short names and config keys with new values.
         """
         if not self._checkpoints():
@@ -193,7 +195,7 @@ class Run:
         from camshaft.runs.start import resume
 
         values = keys if steps is None else {**keys, "steps": steps}
-        changed = Launch(self._command(), values, reward, as_hooks(on_step), environment, agent)
+        changed = Launch(self._command(), values, reward, as_hooks(on_step), environment, agent, tools)
         return Run(*resume(self.folder, self._launch or self._recorded_launch(changed), changed))
 
     # -- display --------------------------------------------------------------------------------------
@@ -230,9 +232,14 @@ class Run:
                 f"the reward of {self.folder} was the Python function '{name.removeprefix(PYTHON)}', which is not "
                 "stored; pass it as resume(reward=...)"
             )
-        from camshaft.config.schema.agents import AGENT_KEY, KEY
+        from camshaft.config.schema.agents import AGENT_KEY, KEY, TOOLS_KEY
 
-        for key, name, passed in ((KEY, "environment", changed.environment), (AGENT_KEY, "agent", changed.agent)):
+        passed_objects = (
+            (KEY, "environment", changed.environment),
+            (AGENT_KEY, "agent", changed.agent),
+            (TOOLS_KEY, "tools", changed.tools),
+        )
+        for key, name, passed in passed_objects:
             if PYTHON in str(self.config.get(f"actor_rollout_ref.rollout.{key}") or "") and passed is None:
                 raise ConfigError(
                     f"the {name} of {self.folder} was a Python object, which is not stored; pass it as "

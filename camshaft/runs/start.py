@@ -60,6 +60,7 @@ def start(
     on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     environment: Any = None,
     agent: Any = None,
+    tools: Any = None,
 ) -> tuple[Path, Launch]:
     """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
@@ -69,8 +70,11 @@ def start(
         values |= flat_values({"environment": plain(environment)}, SCHEMAS[command])
     if isinstance(agent, str):
         values |= flat_values({"agent": agent}, SCHEMAS[command])
+    if tools is not None and not _function(tools):
+        values |= flat_values({"tools": plain(tools)}, SCHEMAS[command])
     player = None if isinstance(agent, str) else agent
-    launch = Launch(command, values, _function(reward), as_hooks(on_step), _function(environment), player)
+    objects_of_run = _function(reward), as_hooks(on_step), _function(environment), player, _function(tools)
+    launch = Launch(command, values, *objects_of_run)
     with _written_objects(launch, objects) as (folder, launch):
         parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
@@ -91,7 +95,9 @@ def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]
     values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
     environment = launch.environment if changed.environment is None else changed.environment
     agent = launch.agent if changed.agent is None else changed.agent
-    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step, environment, agent)
+    tools = launch.tools if changed.tools is None else changed.tools
+    passed = (functions, changed.on_step or launch.on_step, environment, agent, tools)
+    launch = Launch(launch.command, values, *passed)
     _train(_parse(launch), launch, folder)
     return folder, launch
 
@@ -127,7 +133,7 @@ def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _function(reward: Any) -> Any:
-    """Return the Python functions or classes of a `reward` or `environment`, or None if it is a path."""
+    """Return the Python objects of a `reward`, `environment` or `tools`, or None if it is a path."""
     return None if reward is None or is_path(reward) else reward
 
 
@@ -248,6 +254,11 @@ def _with_function(launch: Launch) -> dict[str, Any]:
         from camshaft.agents.callables import agent_name
 
         values |= flat_values({"agent": f"{PYTHON}{agent_name(launch.agent)}"}, SCHEMAS[launch.command])
+    if launch.tools is not None:
+        from camshaft.agents.callables import named_tools
+
+        names = list(named_tools(launch.tools))
+        values |= flat_values({"tools": [f"{PYTHON}{name}" for name in names]}, SCHEMAS[launch.command])
     if launch.reward is None:
         return values
     set_keys = [key for key in REWARD_KEYS if launch.values.get(key)]
@@ -287,7 +298,7 @@ def _status(config: Config, launch: Launch) -> int:
 
     config = fit_micro_batches(config)
     if isinstance(config, PPOConfig):
-        from camshaft.agents.callables import pickle_agent, pickle_environments
+        from camshaft.agents.callables import pickle_agent, pickle_environments, pickle_tools
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
         from camshaft.trainer.ppo import PPOTrainer
@@ -295,6 +306,7 @@ def _status(config: Config, launch: Launch) -> int:
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         environments = () if launch.environment is None else pickle_environments(launch.environment)
         environments += () if launch.agent is None else pickle_agent(launch.agent)
+        environments += () if launch.tools is None else pickle_tools(launch.tools)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):

@@ -157,9 +157,10 @@ agent/tokens_not_sampled | tokens | rewards/environments.py |
 agent/tool_seconds | seconds | roles/episodes.py |
     Time of the calls of environments, or of programs without the time in which they wait for answers, summed over all
     episodes.
+agent/tool_calls | calls | roles/episodes.py | Calls of tools in answers.
 agent/tool_errors | calls | roles/episodes.py |
-    Failed calls of environments, or failed programs: exceptions, timeouts and crashes, including those that were
-    repeated with success.
+    Failed calls: of tools, which the policy is told, with those that cannot be read, and of environments or programs
+    (exceptions, timeouts and crashes, including those that were repeated with success).
 agent/other_rows | rows | roles/episodes.py |
     Rows of the sessions of programs that are not trained on, because they are not the first of their session.
 agent/prompt_tokens_recomputed | tokens | roles/episodes.py |

@@ -25,6 +25,7 @@ from camshaft.agents.setup import (
     episode_chat,
     episode_inputs,
     join_columns,
+    num_tool_tokens,
     open_environments,
     report_template,
 )
@@ -220,9 +221,12 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Load the environments of the run, and check the chat template, in a run with environments."""
         if not self.config.plays_episodes():
             return None
-        report_template(self.tokenizer, self.config.data.chat_template_kwargs)
         section = self.config.actor_rollout_ref.rollout.multi_turn
-        return open_environments(section, passed, self.folder / "environments/output.log")
+        has_others = self.config.needs_function() or self.config.reward_model.enable
+        output = self.folder / "environments/output.log"
+        spec, loaded = open_environments(section, passed, output, has_others)
+        report_template(self.tokenizer, self.config.data.chat_template_kwargs, spec, section.format)
+        return spec, loaded
 
     def _load_prompts(self, config: PPOConfig) -> None:
         """Load the prompts, fit the config to them, and check that the reward function can score them."""
@@ -237,7 +241,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        self.config = fit_prompts(self.config, [prompts, self.val_prompts])
+        spec = None if self.environments is None else self.environments[0]
+        added = 0 if spec is None else num_tool_tokens(self.tokenizer, config.data.chat_template_kwargs, spec)
+        self.config = fit_prompts(self.config, [prompts, self.val_prompts], added)
         for prompts, key in ((self.loader.data, "data.train_files"), (self.val_prompts, "data.val_files")):
             try:
                 if config.needs_function() and not self.reward:

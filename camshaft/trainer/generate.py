@@ -24,6 +24,7 @@ from camshaft.agents.setup import (
     episode_chat,
     episode_inputs,
     join_columns,
+    num_tool_tokens,
     open_environments,
     report_template,
 )
@@ -73,8 +74,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """Environments, and the columns that they read; None for single responses."""
         reward_columns: tuple[str, ...] | None = None if any(function.path for function in custom.selected()) else ()
         if config.plays_episodes():
-            report_template(self.tokenizer, data.chat_template_kwargs)
-            self.environments = open_environments(config.rollout.multi_turn, ())
+            section = config.rollout.multi_turn
+            self.environments = open_environments(section, (), has_other_rewards=custom.is_named())
+            report_template(self.tokenizer, data.chat_template_kwargs, self.environments[0], section.format)
             reward_columns = join_columns(reward_columns, data_columns(*self.environments))
         options = PromptOptions(
             max_prompt_length=config.rollout.prompt_length,
@@ -90,7 +92,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
-        self.config = fit_prompts(config, [self.prompts])
+        spec = None if self.environments is None else self.environments[0]
+        added = 0 if spec is None else num_tool_tokens(self.tokenizer, data.chat_template_kwargs, spec)
+        self.config = fit_prompts(config, [self.prompts], added)
         if custom.is_named():
             check_scorable(self.prompts, custom)
         if self.environments is not None:

@@ -67,6 +67,7 @@ RANK_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "rollout/decode_steps": max,
     "rollout/slot_use": mean,
     "agent/tool_seconds": sum,
+    "agent/tool_calls": sum,
     "agent/tool_errors": sum,
     "agent/prompt_tokens_recomputed": sum,
     "perf/sync_peak_memory_bytes": max,

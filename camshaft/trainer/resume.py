@@ -20,7 +20,7 @@ from camshaft.agents.messages import Source
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
-from camshaft.config.schema.agents import AGENT_KEY, KEY
+from camshaft.config.schema.agents import AGENT_KEY, KEY, TOOLS_KEY
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
@@ -131,9 +131,10 @@ def input_checksums(
         paths = [Path(function.path).expanduser() for function in custom.selected() if function.path is not None]
         key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
         files[key] = [path for path in dict.fromkeys(paths) if path.is_file()]  # others are names of modules
-        targets = [target for _, target in section.rollout.multi_turn.selected()]
-        paths = [Path(target.rpartition(":")[0] or target) for target in targets]
-        files[f"actor_rollout_ref.rollout.{KEY}"] = [path for path in paths if path.is_file()]
+        turns = section.rollout.multi_turn
+        for key, selected in ((KEY, turns.selected()), (TOOLS_KEY, turns.selected_tools())):
+            paths = [Path(target.rpartition(":")[0] or target) for _, target in selected]
+            files[f"actor_rollout_ref.rollout.{key}"] = [path for path in dict.fromkeys(paths) if path.is_file()]
         agent = function_file(section.rollout.multi_turn.agent or "")
         files[f"actor_rollout_ref.rollout.{AGENT_KEY}"] = [] if agent is None else [Path(agent).expanduser()]
     else:

@@ -208,12 +208,14 @@ def run_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None,
     return tokenizer
 
 
-def fit_prompts(config: PromptsConfig, data: Sequence[DataProto]) -> PromptsConfig:
+def fit_prompts(config: PromptsConfig, data: Sequence[DataProto], num_tool_tokens: int = 0) -> PromptsConfig:
     """Return the config with the length of the longest prompt as maximum, if none was set.
 
-    A run that resumes keeps its maximum, unless a prompt is longer.
+    `num_tool_tokens` is the number of tokens with which the chat template describes the tools of an environment. A run
+    that resumes keeps its maximum, unless a prompt is longer.
     """
     longest = max((int(prompts["prompts"].lengths.max()) for prompts in data if len(prompts)), default=1)
+    longest += num_tool_tokens
     previous = resumed_values(config).get(PROMPTS) if isinstance(config, PPOConfig) else None
     fitted = fit_to_prompts(config, longest, previous if isinstance(previous, int) else 0)
     problems = list(check_lengths(fitted)) if fitted is not config else []

@@ -44,8 +44,9 @@ ASYNC = Topic(
 )
 TOOLS = Topic(
     "Tools",
-    "Tool calls are not implemented: nothing executes a tool in the middle of a response.",
-    r"tools?|tool_(?:config|call)\w*|function_tool\w*|max_tool_calls?",
+    "Files that list tools are not read: set tools=file.py:f,g to functions, or environment=file.py:Class to a class "
+    "whose public methods are the tools.",
+    r"tool_(?:config|call)\w*|function_tool\w*|max_tool_calls?",
 )
 IMAGES = Topic(
     "Images",

@@ -27,10 +27,9 @@ TRAINER: tuple[Row, ...] = (
     Renamed("lora_target_modules", f"{MODEL}.target_modules"),
     NotNeeded("remove_unused_columns", "scoring functions receive all columns"),
     NotNeeded("model_init_kwargs", "the dtype is that of `fsdp_config`, and `override_config` changes config.json"),
-    Missing("tools", topics.TOOLS),
     Renamed("rollout_func", "agent", "a program for one episode, which gets `base_url` and `api_key`"),
-    Renamed("environment_factory", "environment", "a class with `reset` and `step`; its methods are no tools"),
-    Renamed("max_tool_calling_iterations", "max_turns", "answers, not calls"),
+    Renamed("environment_factory", "environment", "unchanged: a class with tools, and `reward` or `get_reward`"),
+    Renamed("max_tool_calling_iterations", "max_turns", "answers: one more than rounds of calls"),
     Missing("load_in_4bit", topics.LOW_BIT),
 )  # fmt: skip
 

@@ -345,8 +345,7 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     Expanded(f"{TURNS}.enable", {False: {}}, otherwise=_ENVIRONMENT),
     NotNeeded(f"{TURNS}.interaction_config_path", "an environment is a class", (), _ENVIRONMENT),
     *(Missing(f"{TURNS}.{name}", topics.TOOLS) for name in ("tool_config_path", "function_tool_path")),
-    Missing(f"{TURNS}.max_parallel_calls", topics.TOOLS, off=(1,)),
-    Missing(f"{TURNS}.format", topics.TOOLS, off=("hermes",)),
+    NotNeeded(f"{TURNS}.max_parallel_calls", "all calls of an answer are made"),
     NotNeeded(
         f"{TURNS}.max_user_turns", "an environment ends the episode", (),
         f"The environment ends an episode itself. Set {TURNS}.max_assistant_turns to limit the answers.",

@@ -6,18 +6,25 @@ from typing import Any, Literal, NamedTuple
 from pydantic import PositiveFloat
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.fields import Count, Environments, Section, Text, Unread, key
+from camshaft.config.schema.fields import Count, Environments, Functions, Section, Text, Unread, key
+
+AUTO = "auto"
 
 KEY = "multi_turn.environment"
 """Key of the environment in the section of a rollout."""
 AGENT_KEY = "multi_turn.agent"
 """Key of the program in the section of a rollout."""
 
+TOOLS_KEY = "multi_turn.tools"
+"""Key of the tools in the section of a rollout."""
+
 PLAYED = Unread(
     lambda section: not section.plays(), "{environment}", "set [environment]=file.py:Class, or omit the key"
 )
 WITH_ENVIRONMENT = Unread(
-    lambda section: not section.environment, "{environment}", "set [environment]=file.py:Class, or omit the key"
+    lambda section: not (section.environment or section.tools),
+    "{environment}",
+    "set [environment]=file.py:Class, or omit the key",
 )
 WITH_AGENT = Unread(lambda section: section.agent is None, "{agent}", "set [agent]=file.py:function, or omit the key")
 
@@ -43,6 +50,18 @@ class MultiTurnConfig(Section):
         "camshaft.environments. Of several in a list, the column environment of the data selects one by the name of "
         "its class. null generates single responses.",
         short=("environment", "file.py:Class of an environment"),
+    )
+    tools: Functions = key(
+        (),
+        "Functions that the policy may call: file.py:f,g, package.module:f, or a list of them. The public methods of "
+        "an environment are tools beside them. The column tools of the data chooses by name.",
+        short=("tools", "file.py:f,g of functions that the policy calls"),
+    )
+    format: str = key(
+        AUTO,
+        "Format of tool calls in answers: hermes, json, file.py:function, or an entry point of camshaft.tool_parsers. "
+        "auto uses the response_template of the tokenizer, or the format that the chat template writes.",
+        unread=PLAYED,
     )
     environment_kwargs: dict[str, Any] = key(
         {}, "Keyword arguments of the constructor of the environment.", unread=WITH_ENVIRONMENT
@@ -106,13 +125,21 @@ class MultiTurnConfig(Section):
     )
 
     def plays(self) -> bool:
-        """Return True if the policy plays episodes, with an environment or a program."""
-        return bool(self.environment) or self.agent is not None
+        """Return True if the policy plays episodes, with an environment, tools or a program."""
+        return bool(self.environment or self.tools) or self.agent is not None
 
     def problems(self) -> Iterator[Problem]:
         if self.environment and self.agent is not None:
             message = "is set, but so is [environment], which answers the policy itself. Remove one of them."
             yield Problem("agent", self.agent, message, ("environment",))
+        if self.tools and self.agent is not None:
+            yield Problem("agent", self.agent, "is set, but so is [tools], which a program brings itself.", ("tools",))
+
+    def selected_tools(self) -> tuple[NamedEnvironment, ...]:
+        """Return the functions to load."""
+        parts = [target.rpartition(":") for target in self.tools]
+        names = [(path, name) for path, _, names in parts for name in names.split(",")]
+        return tuple(NamedEnvironment(name.strip(), f"{path}:{name.strip()}") for path, name in names)
 
     def selected(self) -> tuple[NamedEnvironment, ...]:
         """Return the environments to load."""

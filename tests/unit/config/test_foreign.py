@@ -233,7 +233,6 @@ def test_programs_of_other_libraries_name_the_agent(base, word):
         (f"{A}.fsdp_config.qat.enable=True", "Low precision"),
         (f"{A}@{A}=mlite_actor", "Megatron-lite"),
         # of no library, and of other ones
-        ("+tools=[search]", "Tools"),
         ("vlm=1", "Images"),
         ("load_in_4bit=True", "Low precision"),
         ("qlora=8", "Low precision"),

@@ -14,7 +14,9 @@ from camshaft.models.tiny import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
 HINT, HIGHER_LOWER = (runpy.run_path(str(EXAMPLES / name)) for name in ("hint.py", "higher_lower.py"))
+HINT_TOOLS = runpy.run_path(str(EXAMPLES / "hint_tools.py"))
 TURNS = "actor_rollout_ref.rollout.multi_turn"
+TOOL_SETTINGS = {f"{TURNS}.max_assistant_turns": 2, f"{TURNS}.format": f"{EXAMPLES / 'hint_tools.py'}:parse"}
 
 
 def answers(environment: Any, start: Start, *texts: str) -> list[Turn]:
@@ -54,16 +56,29 @@ def test_no_single_answer_finds_the_prize_in_more_than_a_quarter_of_the_games() 
     assert statistics.fmean(best) == two_turns
 
 
+def test_no_policy_without_the_tool_finds_the_prize_in_more_than_a_quarter_of_the_games() -> None:
+    parse, boxes = HINT_TOOLS["parse"], range(HINT_TOOLS["BOXES"])
+    calls = [parse(chr(code)).calls[0] for code in range(33, 127)]
+    opened = {call.arguments["box"] for call in calls if call.name == "open"}
+    assert opened == set(boxes)  # a policy without the tool opens one of these boxes first
+    assert max(sum(box == prize for prize in boxes) / len(boxes) for box in boxes) == 0.25
+    assert len(set(HINT_TOOLS["HINTS"])) == len(boxes)  # so that a policy with the tool has a score of 1
+
+
 @pytest.mark.parametrize(
-    ("seed", "steps"),
-    [(1, 20), pytest.param(2, 40, marks=pytest.mark.slow), pytest.param(3, 20, marks=pytest.mark.slow)],
+    ("game", "seed", "steps"),
+    [
+        ("hint", 1, 20),
+        *(pytest.param("hint", seed, steps, marks=pytest.mark.slow) for seed, steps in ((2, 40), (3, 20))),
+        *(pytest.param("hint_tools", seed, 40, marks=pytest.mark.slow) for seed in (1, 2, 3)),
+    ],
 )
-def test_asking_for_the_hint_is_learned(tmp_path: Path, seed: int, steps: int) -> None:
+def test_asking_for_the_hint_is_learned(tmp_path: Path, game: str, seed: int, steps: int) -> None:
     one_turn, _ = HINT["best_scores"]()
     run = camshaft.train(
         model=make_tiny_model(tmp_path / "tiny", initializer_range=0.1),
         data=[{"prompt": "Box?"}] * 64,
-        environment=EXAMPLES / "hint.py",
+        environment=EXAMPLES / f"{game}.py",
         algorithm="turn_return",
         n=16,
         batch=16,
@@ -75,6 +90,7 @@ def test_asking_for_the_hint_is_learned(tmp_path: Path, seed: int, steps: int) -
         **{
             f"{TURNS}.max_turn_length": 1,
             f"{TURNS}.num_workers": 1,
+            **(TOOL_SETTINGS if game == "hint_tools" else {}),
             "trainer.save_freq": -1,
             "trainer.samples.enable": False,
         },
