@@ -24,11 +24,13 @@ from camshaft import storage
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
 STEPS = 14
 SECONDS = 10.0
 """Time limit for the error message."""
+RUN_SECONDS = 300.0
+"""Time limit of a run, which has six processes of Ray and four of camshaft to start."""
 SHARDED: dict[str, Any] = {
     f"{ACTOR}.strategy": "fsdp",
     "critic.strategy": "fsdp",
@@ -71,7 +73,7 @@ def _environment() -> Any:
 @pytest.fixture(scope="module")
 def home(home: Path) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
-    result = finished(start("-m", "camshaft", *run_args(home, home / "whole")))
+    result = finished(start("-m", "camshaft", *run_args(home, home / "whole")), RUN_SECONDS)
     assert result.status == 0, result.err
     return home
 
@@ -115,7 +117,7 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
         )
     monkeypatch.delenv(MARK)
     try:
-        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, RUN_SECONDS)
         time.sleep(random.Random(seed).uniform(0.0, 2.0))
         os.kill(victim(kind, mark, process.pid), signal.SIGKILL)
         at = time.monotonic()
@@ -168,7 +170,7 @@ def test_a_run_resumes_after_any_killed_process(
         assert status == 1
         assert KINDS[kind] in message
         assert output.count("Traceback") <= 1
-    resumed = finished(start("-m", "camshaft", *run_args(home, run)))
+    resumed = finished(start("-m", "camshaft", *run_args(home, run)), RUN_SECONDS)
     assert resumed.status == 0, resumed.err
     assert numbers(run) == numbers(home / "whole")
 
@@ -182,7 +184,7 @@ def test_ranks_end_with_their_driver_without_guards(
     process = start("-m", "camshaft", *run_args(home, run), "trainer.total_training_steps=1000")
     monkeypatch.delenv(MARK)
     try:
-        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, RUN_SECONDS)
         guards = [pid for pid in marked(mark) if command(pid)[0] == "/bin/sh"]
         assert len(guards) == 4  # that of the cluster, and one per rank
         for pid in guards:
@@ -201,7 +203,7 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     monkeypatch.setenv(MARK, mark)
     process = start("-m", "camshaft", *run_args(home, run), "trainer.save_freq=-1")
     monkeypatch.delenv(MARK)
-    wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+    wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, RUN_SECONDS)
     for kind in ("actor", "critic"):
         os.kill(victim(kind, mark, process.pid), signal.SIGTERM)  # ranks ignore the signal
     process.send_signal(signal.SIGTERM)
@@ -210,6 +212,6 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     ((step, _),) = storage.step_folders(run)
     assert max(numbers(run)) == step < STEPS
     assert still_running(marked(mark)) == []
-    resumed = finished(start("-m", "camshaft", *run_args(home, run)))
+    resumed = finished(start("-m", "camshaft", *run_args(home, run)), RUN_SECONDS)
     assert resumed.status == 0, resumed.err
     assert numbers(run) == numbers(home / "whole")
