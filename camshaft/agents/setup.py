@@ -40,6 +40,8 @@ ENVIRONMENT = "environment"
 TOOLS = "tools"
 """Column of the data file that selects tools."""
 
+ToolSchemas = Mapping[str, tuple[dict[str, Any], ...]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -158,16 +160,19 @@ def check_tools(value: Any, spec: Spec, location: str) -> tuple[str, ...]:
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "x"}
 
 
-def report_template(tokenizer: Any, arguments: Mapping[str, Any], spec: Spec, call_format: str) -> None:
-    """Raise an error if the chat template cannot continue a conversation, and log what it changes in a history."""
+def report_template(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolSchemas, call_format: str) -> None:
+    """Raise an error if the chat template cannot continue a conversation, and log what it changes in a history.
+
+    `schemas` are those of the tools of each environment.
+    """
     bridge = Bridge(tokenizer, arguments, call_format)
-    tools = next((schemas for schemas in spec.schemas.values() if schemas), ())
+    tools = next((tools for tools in schemas.values() if tools), ())
     if tools:
         name = tools[0]["function"]["name"]
         bridge.parser  # noqa: B018 - an unknown format is an error
         call = Call(name, {"a": "x"}).message(0, 0)
         bridge.after([_RESULT | {"name": name, "tool_call_id": call["id"]}], True, tools, [call])
-        if not num_tool_tokens(tokenizer, arguments, spec):
+        if not num_tool_tokens(tokenizer, arguments, schemas):
             logger.warning(
                 "the chat template does not describe the tools %s to the policy; set data.chat_template to one that "
                 "reads 'tools'",
@@ -183,11 +188,11 @@ def report_template(tokenizer: Any, arguments: Mapping[str, Any], spec: Spec, ca
         )
 
 
-def num_tool_tokens(tokenizer: Any, arguments: Mapping[str, Any], spec: Spec) -> int:
+def num_tool_tokens(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolSchemas) -> int:
     """Return the largest number of tokens with which the chat template describes the tools of an environment."""
     bridge, messages = Bridge(tokenizer, arguments), [{"role": "user", "content": "x"}]
     plain = len(bridge.start(messages))
-    return max((len(bridge.start(messages, schemas)) - plain for schemas in spec.schemas.values()), default=0)
+    return max((len(bridge.start(messages, tools)) - plain for tools in schemas.values()), default=0)
 
 
 def episode_chat(data: ChatTemplateConfig) -> ChatTemplateConfig:

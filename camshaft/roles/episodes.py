@@ -150,7 +150,7 @@ class ProgramPlayer(EpisodePlayer):
     """Number of rows of the last sessions behind their first ones."""
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
-        questions = [question(row, Spec((), {}, 0.0, 0.0, [])) for row in rows]
+        questions = [question(row) for row in rows]
         arguments = self.bridge, self.limits, sampling, "policy", self.allow_sampling
         with open_stream(rollout) as stream, Endpoint(stream, *arguments) as endpoint:
             sessions = self.pool.play(endpoint, questions, self.limits.timeout)
@@ -190,19 +190,21 @@ def each_row(rows: DataProto) -> Sequence[dict[str, Any]]:
     return [{name: values[i] for name, values in lists.items()} for i in range(len(rows))]
 
 
-def question(row: dict[str, Any], spec: Spec) -> Question:
-    """Return the prompt, the environment, the tools and the seeds of a row."""
+def question(row: dict[str, Any], spec: Spec | None = None) -> Question:
+    """Return the prompt, the environment, the tools and the seeds of a row. A program has no `spec`."""
     data: dict[str, Any] = {
         "prompt": row["raw_prompt"],
         **row.get("data_row", {}),
         **{name: row[name] for name in ("ground_truth", "data_source", "extra_info") if name in row},
     }
+    seeds = torch.tensor([row["environment_seed"], row["sampling_seed"]], dtype=torch.int64)
+    seed, row_seed = (mix_seeds(seeds) & (2**SEED_BITS - 1)).tolist()
+    if spec is None:
+        return Question(row["raw_prompt"], Start(data, seed, row_seed), row["sampling_seed"])
     names = [source.name for source in spec.sources] or [""]
     name = names[0] if len(names) == 1 else str(data.pop(ENVIRONMENT, None))
     schemas = spec.schemas.get(name, ())
     chosen = None if not schemas or data.get(TOOLS) is None else check_tools(data.pop(TOOLS), spec, "a row")
-    seeds = torch.tensor([row["environment_seed"], row["sampling_seed"]], dtype=torch.int64)
-    seed, row_seed = (mix_seeds(seeds) & (2**SEED_BITS - 1)).tolist()
     start = Start(data, seed, row_seed, name, chosen)
     tools = tuple(schema for schema in schemas if chosen is None or schema["function"]["name"] in chosen)
     return Question(row["raw_prompt"], start, row["sampling_seed"], tools, name in spec.scored)

@@ -225,7 +225,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         has_others = self.config.needs_function() or self.config.reward_model.enable
         output = self.folder / "environments/output.log"
         spec, loaded = open_environments(section, passed, output, has_others)
-        report_template(self.tokenizer, self.config.data.chat_template_kwargs, spec, section.format)
+        report_template(self.tokenizer, self.config.data.chat_template_kwargs, loaded.schemas, section.format)
         return spec, loaded
 
     def _load_prompts(self, config: PPOConfig) -> None:
@@ -241,8 +241,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        spec = None if self.environments is None else self.environments[0]
-        added = 0 if spec is None else num_tool_tokens(self.tokenizer, config.data.chat_template_kwargs, spec)
+        schemas = {} if self.environments is None else self.environments[1].schemas
+        added = num_tool_tokens(self.tokenizer, config.data.chat_template_kwargs, schemas) if schemas else 0
         self.config = fit_prompts(self.config, [prompts, self.val_prompts], added)
         for prompts, key in ((self.loader.data, "data.train_files"), (self.val_prompts, "data.val_files")):
             try:

@@ -76,7 +76,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         if config.plays_episodes():
             section = config.rollout.multi_turn
             self.environments = open_environments(section, (), has_other_rewards=custom.is_named())
-            report_template(self.tokenizer, data.chat_template_kwargs, self.environments[0], section.format)
+            report_template(self.tokenizer, data.chat_template_kwargs, self.environments[1].schemas, section.format)
             reward_columns = join_columns(reward_columns, data_columns(*self.environments))
         options = PromptOptions(
             max_prompt_length=config.rollout.prompt_length,
@@ -92,8 +92,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
-        spec = None if self.environments is None else self.environments[0]
-        added = 0 if spec is None else num_tool_tokens(self.tokenizer, data.chat_template_kwargs, spec)
+        schemas = {} if self.environments is None else self.environments[1].schemas
+        added = num_tool_tokens(self.tokenizer, data.chat_template_kwargs, schemas) if schemas else 0
         self.config = fit_prompts(config, [self.prompts], added)
         if custom.is_named():
             check_scorable(self.prompts, custom)

@@ -1,6 +1,6 @@
 """Validation: generate and score responses to held-out prompts.
 
-    metrics, samples = validate(parts, config)
+    metrics, samples = validate(parts, config, version)
     save_samples(samples, folder / "step_20.jsonl")
 
 All validations of a run use the same prompts, sampling parameters (`val_kwargs`, greedy by default) and seeds, so their

@@ -445,7 +445,7 @@ class Echo:
 
 
 def test_an_episode_is_shown_as_a_conversation(browser: Any, tmp_path: Path) -> None:
-    settings = {"response_length": 64, f"{TURNS}.max_turn_length": 4, f"{TURNS}.num_workers": 1}
+    settings: dict[str, Any] = {"response_length": 64, f"{TURNS}.max_turn_length": 4, f"{TURNS}.num_workers": 1}
     camshaft.train(
         model=make_tiny_model(tmp_path / "tiny", hidden=32),
         data=[{"prompt": f"Play {row}. "} for row in range(4)],

@@ -98,7 +98,7 @@ def test_responses_match_a_validation_with_the_same_seed(home: Path, tmp_path: P
     config = ppo_config(home, {**same, "trainer.log_val_generations": 32})
     with PPOParts(config) as parts:
         parts.actor.init_model()
-        _, samples = validate(parts, config)
+        _, samples = validate(parts, config, 0)
     assert [sample.response for sample in samples] == [
         text for row in rows(tmp_path / "out.parquet") for text in row["responses"]
     ]

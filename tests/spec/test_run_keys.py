@@ -105,7 +105,7 @@ def test_val_batch_size_is_the_size_of_validation_batches(tmp_path: Path, monkey
     config: PPOConfig = ppo_config(tmp_path, {"data.val_batch_size": 6, "custom_reward_function.on_error": "zero"})
     with PPOParts(config) as parts:
         parts.actor.init_model()
-        validate(parts, config)
+        validate(parts, config, 0)
     assert sizes == [6, 6, 4]
 
 

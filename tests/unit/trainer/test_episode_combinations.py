@@ -100,8 +100,8 @@ def test_a_critic_skips_what_was_told(home: Path) -> None:
 def test_dynamic_sampling_selects_groups_of_episodes(home: Path) -> None:
     keys: dict[str, Any] = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "seq_reward"}
     reward = "float(self.turn == 1 and ord(answer[0]) % 2 if answer else 0)"
-    run = trained(home, reward=reward, data__train_batch_size=4, data__gen_batch_size=8, **keys,
-                  **{f"{ACTOR}.ppo_mini_batch_size": 4})  # fmt: skip
+    keys |= {"data__train_batch_size": 4, "data__gen_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 4}
+    run = trained(home, reward=reward, **keys)
     (batch,) = run.batches
     scores = batch.ragged("env_scores").sum()
     assert len(scores) == 4 * 2

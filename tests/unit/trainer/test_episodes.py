@@ -26,7 +26,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import ConfigError, RewardError, RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.models.tiny import make_tiny_model
-from camshaft.roles.episodes import EpisodePlayer, limits_of
+from camshaft.roles.episodes import EnvironmentPlayer, EpisodePlayer, limits_of
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.tracking.run_folder import RunFolder, read_samples
 from camshaft.view.data import responses
@@ -240,8 +240,11 @@ def test_keys_reach_the_environments(home: Path, tmp_path: Path) -> None:
     keys = {"environment_kwargs.level": 3, "timeout": 7.5, "start_timeout": 99.0, "num_workers": 3}
     config = ppo_config(home, {**game(tmp_path), **{f"+{TURNS}.{key}": value for key, value in keys.items()}})
     spec, _ = open_environments(config.actor_rollout_ref.rollout.multi_turn, ())
+    assert isinstance(spec, Spec)
     assert (spec.kwargs, spec.timeout, spec.start_timeout) == ({"level": 3}, 7.5, 99.0)
-    assert EpisodePlayer.of(config, spec, None).pool.num_workers == 3
+    pool = EpisodePlayer.of(config, spec, None).pool
+    assert isinstance(pool, EnvironmentPool)
+    assert pool.num_workers == 3
 
 
 def test_padding_rows_are_not_played(tmp_path: Path) -> None:
@@ -251,7 +254,7 @@ def test_padding_rows_are_not_played(tmp_path: Path) -> None:
     file.write_text(PROGRAM.replace("FAULT", f"open('{log}', 'a').write('reset ')"))
     tokenizer: Any = load_tokenizer(str(folder))
     pool = EnvironmentPool(Spec((Source("Game", f"{file}:Game"),), {}, 60.0, 120.0, []), 1)
-    player = EpisodePlayer(pool, Bridge(tokenizer), Limits(max_prompt=32, max_response=64, max_turn_length=4))
+    player = EnvironmentPlayer(pool, Bridge(tokenizer), Limits(max_prompt=32, max_response=64, max_turn_length=4))
     rollout = build_rollout("torch", RolloutEngineConfig(model_path=str(folder), max_model_len=96))
     rollout.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     rows = DataProto.from_dict(

@@ -53,12 +53,12 @@ def test_batches_are_counted_in_prompts(setting: tuple[PPOParts, PPOConfig], mon
     monkeypatch.setattr(
         parts, "start_generation", lambda batch, **kw: sizes.append(len(batch)) or generate(batch, **kw)
     )
-    validate(parts, config)
+    validate(parts, config, 0)
     assert sizes == [6, 4]  # two responses to each of three and two prompts
 
 
 def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[PPOParts, PPOConfig]) -> None:
-    metrics, samples = validate(*setting)
+    metrics, samples = validate(*setting, 0)
     assert metrics["val-core/a/reward/mean"] == pytest.approx((1 + 3 + 0) / 3)
     assert metrics["val-core/b/reward/mean"] == pytest.approx(5)
     assert metrics["val/reward/mean"] == pytest.approx((1 + 4 + 3 + 0 + 6) / 5)
@@ -76,7 +76,7 @@ def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[P
 
 def test_responses_to_one_question_are_held_together(setting: tuple[PPOParts, PPOConfig]) -> None:
     # Batches of three rows cross the pairs; each question still has one score.
-    metrics, _ = validate(*setting)
+    metrics, _ = validate(*setting, 0)
     for name in ("mean@2", "best@2/mean"):
         assert metrics[f"val-core/a/reward/{name}"] == pytest.approx((1 + 3 + 0) / 3)
         assert metrics[f"val-core/b/reward/{name}"] == pytest.approx(5)
@@ -131,7 +131,7 @@ def test_a_number_that_only_some_results_have_is_not_compared() -> None:
 
 
 def test_two_validations_of_one_policy_say_the_same(setting: tuple[PPOParts, PPOConfig]) -> None:
-    assert validate(*setting) == validate(*setting)
+    assert validate(*setting, 0) == validate(*setting, 0)
 
 
 def test_samples_are_lines_that_can_be_read_again(tmp_path: Path) -> None:
