@@ -118,16 +118,17 @@ def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataP
         return
     columns = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
     is_program = isinstance(spec, ProgramSpec)
-    owner = f"the program {spec.source.target}" if is_program else f"reset of the environment {spec.sources[0].target}"
     for name in loaded.required:
         if name not in columns and name not in ALWAYS_GIVEN:
+            target = spec.source.target if is_program else spec.sources[0].target
+            owner = f"the program {target}" if is_program else f"reset of the environment {target}"
             raise RolloutError(
                 f"{owner} has a parameter '{name}', but the data has no column '{name}'. Add the column, rename the "
                 "parameter, or give it a default"
             )
     if is_program:
         return
-    if "data_row" in rows:
+    if "data_row" in rows and any(spec.schemas.values()):
         for number, row in enumerate(rows["data_row"]):
             if row.get(TOOLS) is not None:
                 check_tools(row[TOOLS], spec, f"row {number}")

@@ -108,7 +108,8 @@ class PPOConfig(CommandConfig):
 
     def needs_function(self) -> bool:
         """Return True if a scoring function is used. It is optional with a reward model or an environment."""
-        if self.actor_rollout_ref.rollout.multi_turn.environment:
+        multi_turn = self.actor_rollout_ref.rollout.multi_turn
+        if multi_turn.environment or multi_turn.agent is not None:
             return self.custom_reward_function.is_chosen()
         return not self.reward_model.enable or self.custom_reward_function.is_named()
 
