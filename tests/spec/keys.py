@@ -14,6 +14,7 @@ REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _TURNS = f"{ROLLOUT}.multi_turn"
 _EPISODES, _PLAY = "tests/unit/trainer/test_episodes.py", "tests/unit/agents/test_play.py"
+_AGENTS, _TOOLS = "tests/unit/trainer/test_agents.py", "tests/unit/trainer/test_tool_runs.py"
 _LIMITS = f"{_EPISODES}::test_key_reaches_the_limits"
 _REWARDS = "tests/spec/test_reward_keys.py"
 _DIVERGENCE = "tests/unit/trainer/test_divergence.py"
@@ -208,6 +209,14 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     f"{_TURNS}.environment": (f"{_EPISODES}::test_an_episode_is_trained_as_one_row",),
     f"{_TURNS}.environment_kwargs": (f"{_EPISODES}::test_keys_reach_the_environments",),
+    f"{_TURNS}.tools": (f"{_TOOLS}::test_functions_from_python_are_tools",),
+    f"{_TURNS}.format": (f"{_TOOLS}::test_functions_from_python_are_tools",),
+    f"{_TURNS}.agent": (f"{_AGENTS}::test_a_program_and_a_class_train_equally",),
+    f"{_TURNS}.allow_sampling": (
+        f"{_AGENTS}::test_keys_reach_the_programs",
+        "tests/unit/agents/test_endpoint.py::test_allowed_sampling_options_are_recorded",
+    ),
+    f"{_TURNS}.max_concurrency": (f"{_AGENTS}::test_keys_reach_the_programs",),
     f"{_TURNS}.history": (f"{_EPISODES}::test_what_does_not_work_is_named",),
     f"{_TURNS}.num_workers": (
         f"{_EPISODES}::test_keys_reach_the_environments",

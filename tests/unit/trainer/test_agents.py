@@ -17,6 +17,7 @@ from camshaft.cli import main
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.models.tiny import make_tiny_model
+from camshaft.roles.episodes import EpisodePlayer, ProgramPlayer
 from camshaft.tracking.run_folder import read_samples
 
 ROLLOUT, TURNS = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.multi_turn"
@@ -159,11 +160,14 @@ def test_what_does_not_work_is_named(home: Path, tmp_path: Path, settings: dict[
 
 
 def test_keys_reach_the_programs(home: Path, tmp_path: Path) -> None:
-    keys = {"timeout": 7.5, "start_timeout": 99.0, "max_concurrency": 3}
+    keys = {"timeout": 7.5, "start_timeout": 99.0, "max_concurrency": 3, "allow_sampling": True}
     config = ppo_config(home, {**program(tmp_path), **{f"{TURNS}.{key}": value for key, value in keys.items()}})
     spec, loaded = open_environments(config.actor_rollout_ref.rollout.multi_turn, ())
     assert spec[1:4] == (7.5, 99.0, 3)
     assert loaded.columns == ("prompt", "ground_truth")
+    player = EpisodePlayer.of(config, spec, None)
+    assert isinstance(player, ProgramPlayer)
+    assert player.allow_sampling
 
 
 @pytest.mark.slow
