@@ -85,11 +85,12 @@ def train(
         **keys: Short names such as lr, batch, n, lora and out, which `camshaft ppo --help` lists, and dotted keys.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Objects, start
+    from camshaft.runs.start import Functions, Objects, start
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
     objects = Objects(model, tokenizer, data, val_data)
-    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment, agent, tools))
+    functions = Functions(reward, on_step, environment, agent, tools)
+    return Run(*start("ppo", objects, {**given, **keys}, config, functions))
 
 
 def sft(
@@ -108,10 +109,11 @@ def sft(
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Objects, start
+    from camshaft.runs.start import Functions, Objects, start
 
     given = {} if steps is None else {"steps": steps}
-    return Run(*start("sft", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step))
+    objects = Objects(model, tokenizer, data, val_data)
+    return Run(*start("sft", objects, {**given, **keys}, config, Functions(on_step=on_step)))
 
 
 def reward_model(
@@ -130,10 +132,11 @@ def reward_model(
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Objects, start
+    from camshaft.runs.start import Functions, Objects, start
 
     given = {} if steps is None else {"steps": steps}
-    return Run(*start("rm", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step))
+    objects = Objects(model, tokenizer, data, val_data)
+    return Run(*start("rm", objects, {**given, **keys}, config, Functions(on_step=on_step)))
 
 
 def load_run(folder: Path) -> Run:

@@ -1,6 +1,6 @@
 """Start a run from keys and Python objects.
 
-    folder, launch = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, reward, on_step)
+    folder, launch = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, Functions(reward))
     folder, launch = resume(folder, launch, changed)
 
 The keys are composed and checked as those of the command line, and the run is the same function
@@ -51,30 +51,31 @@ class Objects(NamedTuple):
     val_data: Any
 
 
+class Functions(NamedTuple):
+    """Arguments that are Python functions and classes, or their paths."""
+
+    reward: Any = None
+    on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = ()
+    environment: Any = None
+    agent: Any = None
+    tools: Any = None
+
+
 def start(
     command: Command,
     objects: Objects,
     keys: Mapping[str, Any],
-    config: Mapping[str, Any] | None = None,
-    reward: Any = None,
-    on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
-    environment: Any = None,
-    agent: Any = None,
-    tools: Any = None,
+    config: Mapping[str, Any] | None,
+    functions: Functions,
 ) -> tuple[Path, Launch]:
     """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
-    if reward is not None and not _function(reward):
-        values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
-    if environment is not None and not _function(environment):
-        values |= flat_values({"environment": plain(environment)}, SCHEMAS[command])
-    if isinstance(agent, str):
-        values |= flat_values({"agent": agent}, SCHEMAS[command])
-    if tools is not None and not _function(tools):
-        values |= flat_values({"tools": plain(tools)}, SCHEMAS[command])
-    player = None if isinstance(agent, str) else agent
-    objects_of_run = _function(reward), as_hooks(on_step), _function(environment), player, _function(tools)
-    launch = Launch(command, values, *objects_of_run)
+    passed: dict[str, Any] = functions._asdict() | {"on_step": as_hooks(functions.on_step)}
+    for name in ("reward", "environment", "agent", "tools"):
+        if passed[name] is not None and _function(passed[name]) is None:
+            values |= flat_values({name: plain(passed[name])}, SCHEMAS[command])
+            passed[name] = None
+    launch = Launch(command, values, **passed)
     with _written_objects(launch, objects) as (folder, launch):
         parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
