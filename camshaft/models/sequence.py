@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -53,12 +52,13 @@ class SequenceSplit:
     def pad(self, tokens: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
         """Pad the packed tokens to a multiple of the group size.
 
-        The padding is an additional segment at the end, to which no other token attends.
+        The padding is an additional segment at the end, to which no other token attends. It repeats the first token,
+        because the embedding of a padding token may be zero, at which some layers have no finite gradient.
         """
         if packing.prefix_of is not None:
             raise EngineError("prefix sharing is not implemented for sequence parallelism; pack rows without prefix_of")
         extra = -len(tokens) % self.size
-        return F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra]) if extra else packing
+        return torch.cat([tokens, tokens[:1].expand(extra)]), Packing([*packing.lengths, extra]) if extra else packing
 
     def share(self, positions: Tensor, count: int) -> "Share":
         """Assign the output positions, offsets among `count` tokens, to the ranks whose chunks contain them.

@@ -62,6 +62,7 @@ def check_on_ranks(model_type: str, folder: str, head: Head, options: dict[str, 
         return check_head(Path(folder), head, options)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 @pytest.mark.parametrize(("model_type", "layout", "head"), list(cases()))
 def test_training_on_two_ranks_equals_transformers(model_type: str, layout: str, head: Head, tmp_path: Path) -> None:
     write_model(model_type, tmp_path)
