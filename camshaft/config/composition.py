@@ -54,6 +54,7 @@ BUILT_IN: dict[type[Section], str] = {
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
+_FUNCTIONS = re.compile(r"[\w./~-]+:[A-Za-z_]\w*(,[A-Za-z_]\w*)+")
 
 
 class Job(NamedTuple):
@@ -214,11 +215,13 @@ def _apply(override: "Override", tree: dict[str, Any], schema: type[Section]) ->
 def _quote_path(override: str, folders: Sequence[Path]) -> str:
     """Quote a path, because the grammar of Hydra requires quotes around characters such as ~ = # and accented letters.
 
-    The value of a config group (a folder in `folders`) is unchanged.
+    Several functions of a file, `file.py:f,g`, are one value too, and not those of a sweep. The value of a config group
+    (a folder in `folders`) is unchanged.
     """
     key, _, value = override.partition("=")
     is_group = any((folder / key.lstrip("+~")).is_dir() for folder in folders)
-    return f"{key}='{value}'" if _PATH.fullmatch(value) and not is_group else override
+    is_path = _PATH.fullmatch(value) or _FUNCTIONS.fullmatch(value)
+    return f"{key}='{value}'" if is_path and not is_group else override
 
 
 def as_override(key: str, value: Any) -> str:

@@ -86,6 +86,13 @@ def test_functions_need_a_reward(home: Path, tmp_path: Path) -> None:
     assert ppo_config(home, settings).needs_function()
 
 
+def test_several_functions_of_a_file_are_one_value(home: Path, tmp_path: Path) -> None:
+    file = f"{tmp_path}/counter.py"
+    config = ppo_config(home, {**game(tmp_path), f"{TURNS}.tools": f"{file}:double,triple"})
+    selected = config.actor_rollout_ref.rollout.multi_turn.selected_tools()
+    assert selected == (("double", f"{file}:double"), ("triple", f"{file}:triple"))
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [("missing.py:f", "file not found"), ("counter.py", "names no function")],
