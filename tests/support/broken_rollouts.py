@@ -170,11 +170,11 @@ class KeepsOldWeights(TorchRollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights(weights)
-        self.kept = [(name, weight.clone()) for name, weight in self.model.hf.named_parameters()]
+        self.old = [(name, weight.clone()) for name, weight in self.model.hf.named_parameters()]
 
     def wake_up(self) -> None:
         super().wake_up()
-        super().load_weights(self.kept)
+        super().load_weights(self.old)
 
 
 class AdvancesGlobalRandomState(TorchRollout):

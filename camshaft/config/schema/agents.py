@@ -52,7 +52,7 @@ class MultiTurnConfig(Section):
         short=("environment", "file.py:Class of an environment"),
     )
     tools: Functions = key(
-        (),
+        [],
         "Functions that the policy may call: file.py:f,g, package.module:f, or a list of them. The public methods of "
         "an environment are tools beside them. The column tools of the data chooses by name.",
         short=("tools", "file.py:f,g of functions that the policy calls"),
