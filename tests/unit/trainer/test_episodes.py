@@ -38,6 +38,9 @@ import random
 
 
 class Game:
+    def __init__(self, level=1):
+        self.level = level
+
     def reset(self, ground_truth, seed, row_seed):
         self.turn, self.truth = 0, ground_truth
         self.numbers = [str(seed), str(row_seed), str(random.random())]
