@@ -107,6 +107,7 @@ def rollout_cases(section: str) -> list[Case]:
     played = [f"{turns}.environment=my_package:Game"]
     return [
         (f"{turns}.num_workers=2", [], played),
+        (f"{turns}.timeout=2", [], played),
         (f"{turns}.num_workers=2", [f"{turns}.agent=my_package:solve"], played),
         (f"{turns}.max_concurrency=2", played, [f"{turns}.agent=my_package:solve"]),
         (f"{turns}.tool_response_truncate_side=left", played, [*played, f"{turns}.max_tool_response_length=9"]),
