@@ -85,12 +85,11 @@ def train(
         **keys: Short names such as lr, batch, n, lora and out, which `camshaft ppo --help` lists, and dotted keys.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Functions, Objects, start
+    from camshaft.runs.start import Objects, start
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
-    objects = Objects(model, tokenizer, data, val_data)
-    functions = Functions(reward, on_step, environment, agent, tools)
-    return Run(*start("ppo", objects, {**given, **keys}, config, functions))
+    objects = Objects(model, tokenizer, data, val_data, reward, on_step, environment, agent, tools)
+    return Run(*start("ppo", objects, {**given, **keys}, config))
 
 
 def sft(
@@ -109,11 +108,10 @@ def sft(
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Functions, Objects, start
+    from camshaft.runs.start import Objects, start
 
-    given = {} if steps is None else {"steps": steps}
-    objects = Objects(model, tokenizer, data, val_data)
-    return Run(*start("sft", objects, {**given, **keys}, config, Functions(on_step=on_step)))
+    objects = Objects(model, tokenizer, data, val_data, on_step=on_step)
+    return Run(*start("sft", objects, keys if steps is None else {"steps": steps, **keys}, config))
 
 
 def reward_model(
@@ -132,11 +130,10 @@ def reward_model(
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
     from camshaft.runs.run import Run
-    from camshaft.runs.start import Functions, Objects, start
+    from camshaft.runs.start import Objects, start
 
-    given = {} if steps is None else {"steps": steps}
-    objects = Objects(model, tokenizer, data, val_data)
-    return Run(*start("rm", objects, {**given, **keys}, config, Functions(on_step=on_step)))
+    objects = Objects(model, tokenizer, data, val_data, on_step=on_step)
+    return Run(*start("rm", objects, keys if steps is None else {"steps": steps, **keys}, config))
 
 
 def load_run(folder: Path) -> Run:

@@ -1,6 +1,6 @@
 """Start a run from keys and Python objects.
 
-    folder, launch = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, Functions(reward))
+    folder, launch = start("ppo", Objects(model, tokenizer, data, val_data, reward), keys, config)
     folder, launch = resume(folder, launch, changed)
 
 The keys are composed and checked as those of the command line, and the run is the same function
@@ -49,11 +49,6 @@ class Objects(NamedTuple):
     tokenizer: Any
     data: Any
     val_data: Any
-
-
-class Functions(NamedTuple):
-    """Arguments that are Python functions and classes, or their paths."""
-
     reward: Any = None
     on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = ()
     environment: Any = None
@@ -61,21 +56,19 @@ class Functions(NamedTuple):
     tools: Any = None
 
 
+SAVED = ("model", "data", "val_data")
+"""Objects that are written to the run folder, besides the tokenizer of a model."""
+FUNCTIONS = ("reward", "environment", "agent", "tools")
+"""Objects that the launch of a run holds, besides its hooks."""
+
+
 def start(
-    command: Command,
-    objects: Objects,
-    keys: Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    functions: Functions,
+    command: Command, objects: Objects, keys: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> tuple[Path, Launch]:
     """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
-    passed: dict[str, Any] = functions._asdict() | {"on_step": as_hooks(functions.on_step)}
-    for name in ("reward", "environment", "agent", "tools"):
-        if passed[name] is not None and _function(passed[name]) is None:
-            values |= flat_values({name: plain(passed[name])}, SCHEMAS[command])
-            passed[name] = None
-    launch = Launch(command, values, **passed)
+    functions = {name: _function(getattr(objects, name)) for name in FUNCTIONS}
+    launch = Launch(command, values, on_step=as_hooks(objects.on_step), **functions)
     with _written_objects(launch, objects) as (folder, launch):
         parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
@@ -87,18 +80,14 @@ def start(
 
 def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]:
     """Continue the run in `folder`, which `launch` has started, with the values and objects of `changed`."""
-    schema = SCHEMAS[launch.command]
-    values, new_values, functions = dict(launch.values), dict(changed.values), launch.reward
+    values, new_values, reward = dict(launch.values), dict(changed.values), launch.reward
     if changed.reward is not None:
-        functions = _function(changed.reward)
+        reward = _function(changed.reward)
         values = {key: value for key, value in values.items() if key not in REWARD_KEYS}
-        new_values |= {} if functions else {"reward": changed.reward}
-    values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
-    environment = launch.environment if changed.environment is None else changed.environment
-    agent = launch.agent if changed.agent is None else changed.agent
-    tools = launch.tools if changed.tools is None else changed.tools
-    passed = (functions, changed.on_step or launch.on_step, environment, agent, tools)
-    launch = Launch(launch.command, values, *passed)
+        new_values |= {} if reward else {"reward": changed.reward}
+    values |= flat_values(plain(new_values), SCHEMAS[launch.command]) | {FOLDER: str(folder)}
+    functions = {name: value for name in FUNCTIONS if (value := getattr(changed, name))} | {"reward": reward}
+    launch = replace(launch, values=values, on_step=changed.on_step or launch.on_step, **functions)
     _train(_parse(launch), launch, folder)
     return folder, launch
 
@@ -133,9 +122,9 @@ def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, An
     return values
 
 
-def _function(reward: Any) -> Any:
-    """Return the Python objects of a `reward`, `environment` or `tools`, or None if it is a path."""
-    return None if reward is None or is_path(reward) else reward
+def _function(value: Any) -> Any:
+    """Return the Python objects of a `reward`, `environment`, `agent` or `tools`, or None if it is a path."""
+    return None if value is None or is_path(value) else value
 
 
 # -- keys and objects -----------------------------------------------------------------------------
@@ -153,7 +142,7 @@ def _values(command: Command, objects: Objects, keys: Mapping[str, Any], config:
             f"{function} is a Python object; pass a name, or 'module:function' for a function in a file that Python "
             "can import"
         )
-    given = {name: value for name, value in objects._asdict().items() if is_path(value) and name != "tokenizer"}
+    given = {name: value for name in (*SAVED, *FUNCTIONS) if is_path(value := getattr(objects, name))}
     values = flat_values({**plain(config), **plain(keys), **plain(given)}, schema)
     if is_path(objects.tokenizer) and is_path(objects.model):
         values |= _tokenizer_key(command, plain(objects.tokenizer))
@@ -194,7 +183,7 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
     """
     schema = SCHEMAS[launch.command]
     names = short_names(schema)
-    given = objects._asdict()
+    given = {name: getattr(objects, name) for name in (*SAVED, "tokenizer")}
     unsaved = {name for name, value in given.items() if value is not None and not is_path(value)}
     if not unsaved:
         yield None, launch
