@@ -156,11 +156,12 @@ def _outcome(lines: bytes, status: int, is_command: bool) -> Outcome:
         written: dict[str, Any] = {} if is_command or not lines else json.loads(lines)
         if "fault" in written:
             return Outcome(fault=Fault(*written["fault"]))
-        if status < 0:
-            name = signal.strsignal(-status)
-            return Outcome(fault=Fault("crash", f"the program was killed by signal {-status} ({name})"))
-        if status or not (written or is_command):
-            return Outcome(fault=Fault("error", f"the program exited with code {status}"))
+        code = guard.worker_code(status)
+        if code < 0:
+            name = signal.strsignal(-code)
+            return Outcome(fault=Fault("crash", f"the program was killed by signal {-code} ({name})"))
+        if code or not (written or is_command):
+            return Outcome(fault=Fault("error", f"the program exited with code {code}"))
         return Outcome(last_reward(lines) if is_command else written["reward"])
     except (CamshaftError, ValueError) as error:
         return Outcome(fault=fault_of(error))

@@ -237,19 +237,17 @@ class Worker(Generic[Key]):
 
     def _end_by_guard(self) -> bool:
         """Let the guard end all processes. Return False if it has been killed or does not answer."""
-        was_running = self._process.poll() is None
         with contextlib.suppress(BrokenPipeError), self._lifeline:
             self._lifeline.write(b"!")
         self._process.send_signal(signal.SIGCONT)  # user code may have suspended it
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # The guard exits by SIGKILL too, if the worker did.
-            return self._process.wait(guard.END_SECONDS + _EXIT_SECONDS) != -signal.SIGKILL or was_running
+            return self._process.wait(guard.END_SECONDS + _EXIT_SECONDS) != -signal.SIGKILL
         return False
 
     def describe_exit(self) -> str:
         """Describe how the process ended, for error messages."""
-        code = self._process.returncode
-        if code is not None and code < 0:
+        code = guard.worker_code(self._process.wait())
+        if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"exited with code {code}"
 

@@ -1,5 +1,6 @@
 """Workers answer calls within time limits, say how they ended, and leave no process."""
 
+import contextlib
 import os
 import signal
 import time
@@ -155,6 +156,23 @@ def test_the_worker_of_a_killed_guard_ends(start: Start) -> None:
     assert worker.pid is not None
     assert still_running([worker.pid]) == []
     assert worker.is_dead
+    worker.kill()
+    assert still_running(pids) == []
+
+
+def test_processes_end_if_their_guard_is_killed_while_it_is_asked_to_end_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = ready(start())
+    worker.submit([("one", ("start",))], timeout=SECONDS)
+    pids = list(answers(worker, 1).values())
+    os.kill(worker.guard_pid, signal.SIGSTOP)
+
+    def kill(_number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.guard_pid, signal.SIGKILL)
+
+    monkeypatch.setattr(worker._process, "send_signal", kill)  # it would resume the guard
     worker.kill()
     assert still_running(pids) == []
 
