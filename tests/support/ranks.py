@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import LocalPool, process_pool
@@ -46,11 +47,17 @@ class _Runner(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return function(*args)
+        """Call a function, and destroy the process groups that it creates: each has threads that poll."""
+        before = set(c10d._world.pg_map)
+        try:
+            return function(*args)
+        finally:
+            for group in [group for group in c10d._world.pg_map if group not in before]:
+                torch.distributed.destroy_process_group(group)
 
 
-CALLS_PER_PROCESS = 30
-"""Number of calls after which shared ranks are replaced, because process groups leave open files."""
+CALLS_PER_PROCESS = 100
+"""Number of calls after which shared ranks are replaced, because what they have cached fills memory."""
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
