@@ -249,7 +249,7 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # it remains a text
             arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 

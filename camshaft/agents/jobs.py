@@ -179,7 +179,7 @@ def checked_reward(value: Any) -> float | None:
 def last_reward(output: bytes) -> float | None:
     """Return the reward in the last line of JSON that a command has printed: a number, or an object with `reward`."""
     for line in reversed(output.splitlines()):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, int | float):
                 return checked_reward(value)

@@ -99,7 +99,7 @@ def parse_json(text: str) -> Parsed:
         return Parsed(text)
     try:
         values = list(_json_values(stripped))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Parsed("", (_unreadable(str(error)),)) if re.search(r'"name"\s*:', stripped) else Parsed(text)
     calls = [item for value in values for item in (value if isinstance(value, list) else [value])]
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -124,7 +124,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> str:
         return "hermes"
     try:
         value, _ = json.JSONDecoder().raw_decode(text, start)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "hermes"
     return "json" if value.get("name") == _NAME else "hermes"
 
@@ -153,7 +153,7 @@ def _json_values(text: str) -> Iterator[Any]:
 def _read_json(text: str) -> Call:
     try:
         return _read_call(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _unreadable(f"{error}: {_quote(text.strip())}")
 
 
@@ -165,7 +165,7 @@ def _read_call(value: Any) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Call(name, {}, f"the arguments of {name} are not JSON: {error}")
     if not isinstance(arguments, Mapping):
         return Call(name, {}, f"the arguments of {name} are not an object: {_quote(json.dumps(arguments))}")

@@ -14,6 +14,7 @@ from camshaft.agents.parsers import ToolParser, detect_format, parse_hermes, par
 ADD = Call("add", {"a": 3, "b": 4})
 OBJECT = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
 PARAMETERS = OBJECT.replace("arguments", "parameters")
+NESTED = "[" * 10_000
 CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
 CHATML_CALLS = CHAT_FAMILIES["chatml"].template.replace(
     "m['content'] +", "m['content'] + ('OPEN' + (m.tool_calls[0].function | tojson) if m.tool_calls else '') +"
@@ -41,6 +42,7 @@ def test_hermes_calls_are_found(text: str, parsed: Parsed) -> None:
         (f"[{OBJECT}, {OBJECT}]", Parsed("", (ADD, ADD))),
         ('{"answer": 7}', Parsed('{"answer": 7}')),
         ("{x: 7}", Parsed("{x: 7}")),
+        ('{"a": ' + NESTED, Parsed('{"a": ' + NESTED)),
         ("7 {}", Parsed("7 {}")),
     ],
 )
@@ -56,6 +58,8 @@ def test_json_calls_are_found(text: str, parsed: Parsed) -> None:
         ("<tool_call>3</tool_call>", "not an object with name"),
         ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', "arguments of add are not an object"),
         ('<tool_call>{"name": "add", "arguments": "{3"}</tool_call>', "arguments of add are not JSON"),
+        (f"<tool_call>{NESTED}</tool_call>", "maximum recursion depth"),
+        (f'<tool_call>{{"name": "add", "arguments": "{NESTED}"}}</tool_call>', "arguments of add are not JSON"),
     ],
 )
 def test_malformed_calls_keep_their_place(text: str, reason: str) -> None:
