@@ -85,7 +85,10 @@ class Launcher:
             if request.number in self._running:
                 self._running[request.number].stop()
             return Outcome()
-        running = self._running[request.number] = _Running(self._program, request)
+        try:
+            running = self._running[request.number] = _Running(self._program, request)
+        except OSError as error:  # too many processes or open files
+            return Outcome(fault=Fault("error", f"the program could not be started: {error}"))
         try:
             status = await running.status
         finally:
@@ -104,9 +107,16 @@ class _Running:
         self._loop, self.status = event_loop(), event_loop().create_future()
         self._is_command, self._mark = program.function is None, os.urandom(16).hex()
         self._lines = b""
-        self._results, results = os.pipe()
-        lifeline, self._lifeline = os.pipe()
-        self._pid = os.fork()
+        descriptors: list[int] = []
+        try:
+            descriptors += os.pipe()
+            descriptors += os.pipe()
+            self._pid = os.fork()
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        self._results, results, lifeline, self._lifeline = descriptors
         if not self._pid:
             _start(program, job, lifeline, results, {**kept_variables(os.environ), MARK: self._mark})
         os.close(results)
@@ -163,7 +173,7 @@ def _outcome(lines: bytes, status: int, is_command: bool) -> Outcome:
         if code or not (written or is_command):
             return Outcome(fault=Fault("error", f"the program exited with code {code}"))
         return Outcome(last_reward(lines) if is_command else written["reward"])
-    except (CamshaftError, ValueError) as error:
+    except (CamshaftError, ValueError, RecursionError) as error:
         return Outcome(fault=fault_of(error))
 
 

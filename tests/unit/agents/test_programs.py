@@ -13,7 +13,7 @@ from support.fake_endpoint import CLIENT, FakeEndpoint
 from camshaft.agents.callables import pickle_environments
 from camshaft.agents.environment import Start
 from camshaft.agents.episode import Episode
-from camshaft.agents.jobs import ProgramSpec
+from camshaft.agents.jobs import ProgramSpec, last_reward
 from camshaft.agents.messages import Source
 from camshaft.agents.play import Question
 from camshaft.agents.programs import ProgramPool
@@ -213,6 +213,20 @@ def test_the_time_of_an_episode_is_limited(make: Make) -> None:
     assert [episodes[0].stop_reason for episodes in sessions] == ["done", "timeout"]
     assert sessions[1][0].turns == 2
     assert pool.num_failures == 0
+
+
+def test_a_program_that_cannot_be_started_has_failed(make: Make) -> None:
+    limit = "import os, resource\ncount = len(os.listdir('/proc/self/fd'))\n"
+    limit += "resource.setrlimit(resource.RLIMIT_NOFILE, (count + 1, count + 1))\n"  # a program has two pipes
+    pool = make(program=limit + SOLVE)
+    (episode,) = play(pool, ["nothing"])
+    assert episode.fault is not None
+    assert "the program could not be started: [Errno 24] Too many open files" in str(episode.fault)
+    assert pool.num_failures == 2  # it was repeated
+
+
+def test_deeply_nested_output_has_no_reward() -> None:
+    assert last_reward(b"0.5\n" + b"[" * 100_000) == 0.5
 
 
 @pytest.mark.parametrize(
