@@ -25,7 +25,7 @@ from camshaft.config import backends
 from camshaft.config.backends import targets
 from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, RolloutOptions
 from camshaft.plugins import load
-from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams, UnsupportedSampling
 from camshaft.rollout.sampling import mix_seeds, uniform_numbers
 from camshaft.rollout.stream import Answer, Stream, open_stream
 from camshaft.rollout.weights.buckets import Assembler as Assembler
@@ -45,6 +45,7 @@ __all__ = [
     "RolloutOptions",
     "SamplingParams",
     "Stream",
+    "UnsupportedSampling",
     "build_rollout",
     "mix_seeds",
     "open_stream",

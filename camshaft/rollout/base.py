@@ -27,6 +27,10 @@ from camshaft.errors import RolloutError
 from camshaft.rollout.sampling import Penalties, restart_seeds, row_seeds
 
 
+class UnsupportedSampling(RolloutError):
+    """A rollout does not support a sampling option."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling options. `temperature=0` or `do_sample=False` selects greedy decoding.
@@ -303,18 +307,22 @@ class BaseRollout(ABC):
         """Return the dtype to which the sender casts this weight. Override this to keep a weight in a wider dtype."""
         return getattr(torch, self.config.dtype) if tensor.is_floating_point() else tensor.dtype
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise `UnsupportedSampling` if the rollout does not support a sampling option."""
+        for name, value in sampling.optional().items():
+            if name not in self.capabilities.sampling:
+                raise UnsupportedSampling(
+                    f"{type(self).__name__} does not support {name}={value}; set {name}={OPTIONAL_SAMPLING[name]:g}, "
+                    "or use another rollout"
+                )
+
     def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
         """Return the maximum number of response tokens per row, shape (B,).
 
         The limit is `max_tokens`, or less if the row reaches `max_model_len` earlier. Raise `RolloutError` if a prompt
         is empty, too long, or contains token ids outside the vocabulary, or if the rollout does not support `sampling`.
         """
-        for name, value in sampling.optional().items():
-            if name not in self.capabilities.sampling:
-                raise RolloutError(
-                    f"{type(self).__name__} does not support {name}={value}; set {name}={OPTIONAL_SAMPLING[name]:g}, "
-                    "or use another rollout"
-                )
+        self.check_sampling(sampling)
         max_prompt_length = self.config.max_model_len - 1
         empty_rows = (prompts.lengths == 0).nonzero()[:, 0].tolist()
         if empty_rows:

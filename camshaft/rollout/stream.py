@@ -12,7 +12,7 @@ rollout with a method `open_stream` has a stream of its own.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
 from types import TracebackType
@@ -24,6 +24,7 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
 from camshaft.rollout.sampling import restart_seeds
+from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait
 
 RowId = int | str
 """Name of a row, chosen by the caller."""
@@ -63,13 +64,15 @@ class Stream(ABC):
 
         `generated` continues an interrupted answer with the tokens that it has. Penalties, stop strings and
         `max_tokens` apply to them and to the new tokens together.
+
+        Raise RolloutError if the rollout has failed or does not support `sampling`.
         """
 
     @abstractmethod
     def take(self, timeout: float) -> list[Answer]:
         """Return the answers that have ended since the last call, after at most `timeout` seconds without one.
 
-        Raise the error with which the rollout has failed.
+        Raise RolloutError if the rollout has failed.
         """
 
     @abstractmethod
@@ -146,6 +149,7 @@ class WaveStream(Stream):
     ) -> None:
         with self._changed:
             self._check_usable()
+            self._rollout.check_sampling(sampling)
             if row_id in self._waiting or row_id in self._running or row_id in self._ended:
                 raise RolloutError(f"row {row_id} has an answer that has not been taken; take it before its next turn")
             position = len(tokens) - self._first_lengths.setdefault(row_id, len(tokens))
@@ -164,7 +168,7 @@ class WaveStream(Stream):
         """Return the answers that no call has begun. A call in progress ends, and `take` returns its answers."""
         with self._changed:
             waiting, self._waiting = self._waiting, {}
-            self._changed.wait_for(lambda: not self._running)
+            self._wait_for_call(lambda: self._changed.wait_for(lambda: not self._running, POLL_SECONDS))
             return [Answer(row_id, [], [], [], "interrupted") for row_id in waiting]
 
     def close(self, row_id: RowId) -> None:
@@ -178,11 +182,23 @@ class WaveStream(Stream):
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
-        self._thread.join()
+
+        def has_ended() -> bool:
+            self._thread.join(POLL_SECONDS)
+            return not self._thread.is_alive()
+
+        self._wait_for_call(has_ended)
+
+    def _wait_for_call(self, has_ended: Callable[[], bool]) -> None:
+        """Poll until the call in progress has ended, and log a long wait."""
+        wait = Wait("rollout stream", RolloutError, NO_LIMIT)
+        while not has_ended():
+            wait.check(lambda: f"the call of generate_sequences for {len(self._running)} rows")
+        wait.finish()
 
     def _check_usable(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise RolloutError(f"the rollout has failed: {self._error}") from self._error
         if self._is_stopped:
             raise RolloutError("the stream of the rollout has been stopped; open a new one")
 

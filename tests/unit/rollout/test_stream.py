@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from camshaft import subprocesses
 from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
@@ -190,10 +191,29 @@ def test_an_error_of_the_rollout_is_raised(held: Case) -> None:
     held.rollout.gate.set()  # pyright: ignore
     with WaveStream(held.rollout) as stream:
         stream.put(0, [1], SAMPLING, seed=1)
-        with pytest.raises(RolloutError, match="not finite"):
+        with pytest.raises(RolloutError, match=r"the rollout has failed: .*not finite"):
             stream.take(30.0)
-        with pytest.raises(RolloutError, match="not finite"):
+        with pytest.raises(RolloutError, match=r"the rollout has failed: .*not finite"):
             stream.put(1, [5], SAMPLING, seed=1)
+
+
+def test_an_option_without_support_fails_alone(held: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Held, "capabilities", replace(Held.capabilities, sampling=frozenset()))
+    held.rollout.gate.set()  # pyright: ignore
+    with WaveStream(held.rollout) as stream:
+        with pytest.raises(RolloutError, match=r"Held does not support min_p=0.5"):
+            stream.put(0, [5], replace(SAMPLING, min_p=0.5), seed=1)
+        stream.put(0, [5], SAMPLING, seed=1)
+        assert take(stream, 1)[0].reason == "length"
+
+
+def test_a_long_stop_is_logged(held: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.1)
+    with WaveStream(held.rollout) as stream:
+        stream.put(0, [5], SAMPLING, seed=1)
+        time.sleep(0.1)
+        threading.Timer(1.0, held.rollout.gate.set).start()  # pyright: ignore
+    assert "rollout stream: no answer from the call of generate_sequences for 1 rows" in caplog.text
 
 
 def test_a_waiting_row_is_interrupted_without_tokens(held: Case) -> None:
