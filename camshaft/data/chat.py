@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 def track_progress(items: Sequence[T], label: str, num_rows: int) -> Iterable[T]:
     """Iterate over `items`, with a progress bar if the data set is large and stderr is a terminal."""
-    console = Console(stderr=True)
-    disable = num_rows < _MIN_PROGRESS_ROWS or not console.is_terminal
-    # A disabled progress bar would still start a thread, which takes longer than tokenizing one text.
-    shown = items if disable else rich.progress.track(items, label, console=console, transient=True)
+    shown: Iterable[T] = items
+    # A console, or the thread of a disabled progress bar, takes longer than tokenizing one text.
+    if num_rows >= _MIN_PROGRESS_ROWS and (console := Console(stderr=True)).is_terminal:
+        shown = rich.progress.track(items, label, console=console, transient=True)
     return track(shown, num_rows, f"rows ({label})", size=-(-num_rows // max(1, len(items))))
 
 
