@@ -9,12 +9,11 @@ A session is an API key. Requests of all sessions join one running batch. `sessi
 become rows, and `wire.py` the forms of requests and replies. Keys are never part of a URL or a log.
 """
 
-import functools
 import hashlib
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from types import TracebackType
@@ -24,14 +23,13 @@ from camshaft.agents import wire
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.episode import Episode
 from camshaft.agents.forms import ChatForm, Form, IdsForm, TextForm
-from camshaft.agents.parsers import AUTO, ToolParser
 from camshaft.agents.play import Limits, Question
-from camshaft.agents.sessions import Exchange, Idle, Policy, Session
+from camshaft.agents.sessions import Idle, Policy, Session
 from camshaft.agents.wire import Choice, Refused
 from camshaft.errors import BatchError, RolloutError
 from camshaft.http import Limits as HttpLimits
 from camshaft.http import LocalServer, Reply, Request, bearer_token, json_reply
-from camshaft.rollout import SamplingParams, Stream
+from camshaft.rollout import SamplingParams, Stream, UnsupportedSampling
 
 CONNECTIONS = 1024
 """Maximum number of connections of all programs."""
@@ -40,9 +38,9 @@ MAX_BODY = 64 * 2**20
 TAKE_SECONDS = 0.1
 """Time between two checks whether the endpoint has been stopped."""
 
-logger = logging.getLogger(__name__)
-
 Conversation = tuple[Any, Form]
+ReadRequest = Callable[[dict[str, Any]], Conversation]
+WriteReply = Callable[[Sequence[Choice], dict[str, Any], str, str], dict[str, Any]]
 
 
 class Endpoint:
@@ -56,29 +54,28 @@ class Endpoint:
         sampling: SamplingParams,
         model: str,
         allow_sampling: bool = False,
-        tool_format: str = AUTO,
     ):
         """Start an endpoint.
 
         Args:
             stream: Stream of the rollout, which only the endpoint uses.
-            bridge: Chat template of the model.
+            bridge: Chat template of the model, and the format of its tool calls.
             limits: Limits of each row.
             sampling: Sampling options of the run. `limits` replaces its `max_tokens`.
             model: Name of the model in replies. Requests may name another one.
             allow_sampling: Permit other sampling options in requests, which `Episode.sampling` records.
-            tool_format: Format of the calls of tools in answers.
         """
         self.policy = Policy(stream, bridge, limits, sampling)
-        self.model, self.allow_sampling, self.tool_format = model, allow_sampling, tool_format
+        self.model, self.allow_sampling = model, allow_sampling
         self._sessions: dict[bytes, Session] = {}
         """Open sessions, by the digest of their keys."""
         self._by_number: dict[str, Session] = {}
         self._num_opened = 0
         self.num_other_histories = 0
-        """Number of rows of closed sessions whose history neither continues nor equals an earlier one."""
+        """Number of prompts of closed sessions behind their first ones: the program has rewritten the history, or has
+        begun another conversation."""
         self._lock = threading.Lock()
-        self._error: Exception | None = None
+        self._error: RolloutError | None = None
         """Error with which the rollout has failed."""
         self._is_stopped = threading.Event()
         self._server = LocalServer(self, HttpLimits(CONNECTIONS, MAX_BODY))
@@ -116,9 +113,9 @@ class Endpoint:
             session = self._sessions.pop(_digest(key))
             del self._by_number[str(session.number)]
         episodes = session.close()
-        self.num_other_histories += session.num_other_histories
+        self.num_other_histories += max(0, len({tuple(episode.prompt) for episode in episodes}) - 1)
         if self._error is not None:
-            raise RolloutError(f"the rollout has failed: {self._error}") from self._error
+            raise RolloutError(str(self._error)) from self._error
         return episodes
 
     def idle(self, key: str) -> Idle:
@@ -132,28 +129,21 @@ class Endpoint:
         for session in [*self._sessions.values()]:
             session.close()
         self._server.server_close()
-        if self.num_other_histories:
-            logger.warning(
-                "%d requests did not continue a conversation of their session, because its history was another one; "
-                "each is a row of its own",
-                self.num_other_histories,
-            )
 
     def _receive(self) -> None:
         """Pass the answers of the stream to their sessions."""
         while not self._is_stopped.is_set():
             try:
-                answers = self.policy.stream.take(TAKE_SECONDS)
-            except Exception as error:  # of the rollout, which the requests and `close` report
-                self._error = error
+                for answer in self.policy.stream.take(TAKE_SECONDS):
+                    with self._lock:
+                        session = self._by_number.get(str(answer.row_id).partition(".")[0])
+                    if session is not None:
+                        session.receive(answer)
+            except Exception as error:  # which the requests and `close` report
+                self._error = error if isinstance(error, RolloutError) else RolloutError(f"the rollout failed: {error}")
                 for session in self._opened():
-                    session.fail(error)
+                    session.fail(self._error)
                 return
-            for answer in answers:
-                with self._lock:
-                    session = self._by_number.get(str(answer.row_id).partition(".")[0])
-                if session is not None:
-                    session.receive(answer)
 
     def _opened(self) -> list[Session]:
         with self._lock:
@@ -183,14 +173,10 @@ class Endpoint:
                 raise Refused("the session has ended", HTTPStatus.UNAUTHORIZED)
             if (request.method, request.path) not in routes:
                 raise Refused(f"{request.method} {request.path} is not served", HTTPStatus.NOT_FOUND)
-            session.enter()
-            try:
-                return routes[request.method, request.path](session, request)
-            finally:
-                session.leave()
+            return routes[request.method, request.path](session, request)
         except Refused as error:
             return error.reply()
-        except BatchError as error:  # of the chat template
+        except (BatchError, UnsupportedSampling) as error:  # of the chat template, or an option of the request
             return Refused(str(error)).reply()
         except RolloutError as error:
             return Refused(str(error), HTTPStatus.INTERNAL_SERVER_ERROR).reply()
@@ -206,20 +192,18 @@ class Endpoint:
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "camshaft", "max_model_len": length}
         return {"object": "list", "data": [card]}
 
-    def _complete(
-        self,
-        read: Callable[[dict[str, Any]], Conversation],
-        write: Callable[[Sequence[Choice], dict[str, Any], str, str], dict[str, Any]],
-        session: Session,
-        request: Request,
-    ) -> Reply:
+    def _complete(self, read: ReadRequest, write: WriteReply, session: Session, request: Request) -> Reply:
         """Answer a request for tokens."""
+        with session.open_request():
+            return self._sample(read, write, session, request)
+
+    def _sample(self, read: ReadRequest, write: WriteReply, session: Session, request: Request) -> Reply:
         body = wire.read_json(request.body)
         digest = hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
         def begin() -> Any:
-            given = {**body, **(body.get("sampling_params") or {})}
+            given = {**body, **wire.read_object(body, "sampling_params")}
             given.pop("sampling_params", None)
             options = wire.read_options(given, self.policy.sampling, self.allow_sampling)
             return session.begin(*read(body), options)
@@ -227,7 +211,7 @@ class Endpoint:
         exchange = session.exchange(digest, is_retry, request.is_connected, begin)
         choices = [self._named(choice, body) for choice in exchange.choices()]
         reply = write(choices, body, exchange.samples[0].identifier, self.model)
-        sent = partial(_mark_written, exchange)
+        sent = exchange.mark_written
         if body.get("stream") and request.path != "/inference/v1/generate":
             return Reply(HTTPStatus.OK, wire.event_stream(reply, body), "text/event-stream", sent=sent)
         return json_reply(reply, sent=sent)
@@ -236,16 +220,12 @@ class Endpoint:
         """Add the texts of the tokens, if the request reads them."""
         if not body.get("logprobs"):
             return choice
-        return choice.with_tokens([str(self.policy.bridge.tokenizer.decode([token])) for token in choice.ids])
+        return replace(choice, tokens=[str(self.policy.bridge.tokenizer.decode([token])) for token in choice.ids])
 
     def _chat(self, body: dict[str, Any]) -> Conversation:
         tools = wire.read_tools(body)
-        parser = self._parser if tools and body.get("tool_choice") != "none" else None
+        parser = self.policy.bridge.parser if tools and body.get("tool_choice") != "none" else None
         return wire.read_messages(body.get("messages")), ChatForm(self.policy.bridge, tools, parser)
-
-    @functools.cached_property
-    def _parser(self) -> ToolParser:
-        return ToolParser(self.policy.bridge.tokenizer, self.tool_format)
 
     def _text(self, body: dict[str, Any]) -> Conversation:
         prompt = body.get("prompt")
@@ -263,10 +243,6 @@ class Endpoint:
         if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < size for token in ids):
             raise Refused(f"{name} must be one list of token ids below {size}, or one text for /v1/completions")
         return ids
-
-
-def _mark_written(exchange: Exchange) -> None:
-    exchange.is_written = True
 
 
 def _digest(key: str) -> bytes:

@@ -12,12 +12,13 @@ again. A history that does not begin with one of a row is formatted from the beg
 messages, texts, or token ids; they are compared for equality.
 
 A request is a repetition of an equal one if the client says so or has gone before it got its answer. It gets or joins
-the answer of that one. Every other equal request is a new sample.
+the answer of that one, unless it is an error. Every other equal request is a new sample.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -72,6 +73,11 @@ class Row:
     states: list[State] = field(default_factory=list)
     is_busy: bool = False
 
+    @property
+    def num_answers(self) -> int:
+        """Number of answers of the row, with those of the row from which it was forked."""
+        return self.states[-1].num_answers if self.states else 0
+
 
 @dataclass
 class Sample:
@@ -110,6 +116,11 @@ class Exchange:
         """True if nobody has got the answers, and nobody waits for them."""
         return not self.is_written and not self.is_connected()
 
+    @property
+    def has_failed(self) -> bool:
+        """True if an answer is an error, so that a repetition is a new sample."""
+        return any(sample.error is not None for sample in self.samples)
+
     def choices(self) -> list[Choice]:
         """Wait for the answers. Raise ConnectionError if the client has gone, and the error of an answer."""
         is_connected = self.is_connected
@@ -120,6 +131,10 @@ class Exchange:
             if sample.error is not None:
                 raise sample.error
         return [sample.choice for sample in self.samples if sample.choice is not None]
+
+    def mark_written(self) -> None:
+        """Note that the answers have been sent completely."""
+        self.is_written = True
 
     def check_ended(self) -> None:
         if all(sample.choice is not None or sample.error is not None for sample in self.samples):
@@ -142,8 +157,6 @@ class Session:
     def __init__(self, number: int, question: Question, policy: Policy):
         self.number, self.question, self.policy = number, question, policy
         self.rows: list[Row] = []
-        self.num_other_histories = 0
-        """Number of rows whose history neither continues nor equals an earlier one of the session."""
         self._exchanges: dict[bytes, list[Exchange]] = {}
         self._samples: dict[str, tuple[Sample, Exchange]] = {}
         """Answers that are generated, by the name of their row."""
@@ -167,16 +180,13 @@ class Session:
             if not is_connected():
                 raise ConnectionError("the client has gone")
             equal = self._exchanges.setdefault(digest, [])
-            repeated = [exchange for exchange in equal if is_retry or exchange.is_lost]
+            repeated = [exchange for exchange in equal if not exchange.has_failed and (is_retry or exchange.is_lost)]
             if repeated:
                 exchange = min(repeated, key=lambda exchange: (not exchange.is_lost, exchange.num_repetitions))
                 exchange.num_repetitions += 1
                 exchange.is_connected, exchange.is_written = is_connected, False
                 return exchange
-            num_rows = len(self.rows)
             exchange = Exchange(digest, begin(), is_connected)
-            is_new = any(row is exchange.samples[0].row for row in self.rows[max(1, num_rows) :])
-            self.num_other_histories += is_new and not equal
             equal.append(exchange)
             for sample in exchange.samples:
                 self._put(sample, exchange)
@@ -223,10 +233,11 @@ class Session:
         """
         found: list[tuple[tuple[int, bool], Row, State]] = []
         for row in self.rows:
-            for state in row.states if row.form == form else ():
+            for state in reversed(row.states) if row.form == form else ():
                 if history[: len(state.history)] == state.history:
                     continues = state is row.states[-1] and not row.is_busy
                     found.append(((len(state.history), continues), row, state))
+                    break
         return max(found, key=lambda entry: entry[0])[1:] if found else None
 
     def _new_row(self, history: Any, form: Form) -> Row:
@@ -270,42 +281,54 @@ class Session:
         return Sample(row, form, history, told, messages, limit, options, [*episode.prompt, *episode.tokens, *told])
 
     def _put(self, sample: Sample, exchange: Exchange) -> None:
-        self._samples[sample.row.row_id] = sample, exchange
-        sampling = replace(sample.options.sampling, max_tokens=sample.limit)
+        row, sampling = sample.row, replace(sample.options.sampling, max_tokens=sample.limit)
         try:
-            self.policy.stream.put(sample.row.row_id, sample.prompt_ids, sampling, sample.row.seed)
-        except RolloutError as error:  # it has failed or has been stopped
-            self.fail(error)
+            self.policy.stream.put(row.row_id, sample.prompt_ids, sampling, row.seed)
+        except RolloutError as error:
+            row.is_busy = False
+            sample.error = error
+            exchange.check_ended()
+        else:
+            self._samples[row.row_id] = sample, exchange
 
     # -- answers ------------------------------------------------------------------------------------
 
     def receive(self, answer: Answer) -> None:
-        """Append an answer to its row."""
+        """Append an answer to its row, or drop it if nobody waits for it. One that cannot be read fails alone."""
         with self._lock:
-            sample, exchange = self._samples.pop(str(answer.row_id))
-            row, episode, form = sample.row, sample.row.episode, sample.form
-            row.is_busy = False
-            if not answer.tokens:
-                sample.error = RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
-                exchange.check_ended()
+            sample, exchange = self._samples.pop(str(answer.row_id), (None, None))
+            if sample is None or exchange is None:  # the session has ended
                 return
-            episode.num_recomputed += episode.num_computed - answer.num_cached
-            if sample.told or sample.told_messages:
-                episode.add_told(sample.told, sample.told_messages)
-            num_before = row.states[-1].num_answers if row.states else 0
-            stop = sample.options.sampling.stop if answer.reason == "stop" else ()
-            message = form.read(Sampled(answer.tokens, sample.prompt_ids, stop, num_before))
-            episode.add_answer(answer.tokens, answer.log_probs, message["content"])
-            episode.messages[-1] = message
-            episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
-            if sample.options.changed or episode.sampling:
-                episode.sampling += [{}] * (episode.turns - 1 - len(episode.sampling)) + [sample.options.changed]
-            if answer.reason == "length" and len(episode.tokens) >= self.policy.limits.max_response:
-                episode.stop_reason = "length"
-            history = form.answered(sample.history, message, answer.tokens)
-            row.states.append(State(history, len(episode.tokens), len(episode.messages), num_before + 1))
-            sample.choice = self._choice(sample, message, answer)
+            sample.row.is_busy = False
+            try:
+                message = self._read(sample, answer)
+            except Exception as error:  # parsers and tokenizers raise several types
+                sample.error = error if isinstance(error, RolloutError) else _unreadable(error)
+            else:
+                self._append(sample, message, answer)
             exchange.check_ended()
+
+    def _read(self, sample: Sample, answer: Answer) -> Message:
+        if not answer.tokens:
+            raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
+        stop = sample.options.sampling.stop if answer.reason == "stop" else ()
+        return sample.form.read(Sampled(answer.tokens, sample.prompt_ids, stop, sample.row.num_answers))
+
+    def _append(self, sample: Sample, message: Message, answer: Answer) -> None:
+        row, episode, num_before = sample.row, sample.row.episode, sample.row.num_answers
+        episode.num_recomputed += episode.num_computed - answer.num_cached
+        if sample.told or sample.told_messages:
+            episode.add_told(sample.told, sample.told_messages)
+        episode.add_answer(answer.tokens, answer.log_probs, message["content"])
+        episode.messages[-1] = message
+        episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
+        if sample.options.changed or episode.sampling:
+            episode.sampling += [{}] * (episode.turns - 1 - len(episode.sampling)) + [sample.options.changed]
+        if answer.reason == "length" and len(episode.tokens) >= self.policy.limits.max_response:
+            episode.stop_reason = "length"
+        history = sample.form.answered(sample.history, message, answer.tokens)
+        row.states.append(State(history, len(episode.tokens), len(episode.messages), num_before + 1))
+        sample.choice = self._choice(sample, message, answer)
 
     def _choice(self, sample: Sample, message: Message, answer: Answer) -> Choice:
         reason = "tool_calls" if message.get("tool_calls") and answer.reason == "stop" else answer.reason
@@ -339,21 +362,28 @@ class Session:
 
     # -- time ---------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Note that a request has arrived."""
+    @contextlib.contextmanager
+    def open_request(self) -> Iterator[None]:
+        """Count the block as a request, in which the session does not wait for its program."""
         with self._lock:
             if not self._num_open:
                 self._idle_seconds += time.monotonic() - self._idle_since
             self._num_open += 1
             self._num_requests += 1
-
-    def leave(self) -> None:
-        """Note that a request has been answered."""
-        with self._lock:
-            self._num_open -= 1
-            self._idle_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                self._idle_since = time.monotonic()
 
     def idle(self) -> Idle:
         with self._lock:
             last = 0.0 if self._num_open else time.monotonic() - self._idle_since
             return Idle(last, self._idle_seconds + last, self._num_requests)
+
+
+def _unreadable(error: Exception) -> RolloutError:
+    failure = RolloutError(f"the answer cannot be read: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -13,6 +13,7 @@ sampled: options that are not those of the run are refused, unless `allow_sampli
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from camshaft.rollout import SamplingParams
 
 MAX_CHOICES = 128
 """Maximum number of answers to a request."""
+MAX_TOKEN = 2**31 - 1
+"""Largest token id that a request may name."""
 
 SAMPLING = ("temperature", "top_p", "top_k", *OPTIONAL_SAMPLING)
 """Options that change the distribution from which tokens are sampled."""
@@ -105,9 +108,6 @@ class Choice:
     tokens: list[str] = field(default_factory=list)
     """Texts of `ids`."""
 
-    def with_tokens(self, tokens: list[str]) -> "Choice":
-        return replace(self, tokens=tokens)
-
 
 # -- requests -------------------------------------------------------------------------------------
 
@@ -123,11 +123,19 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an option that is an object, empty if it is absent."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise Refused(f"{name}={value!r} is not an object")
+    return value or {}
+
+
 def read_options(body: Mapping[str, Any], run: SamplingParams, allow_sampling: bool) -> Options:
     """Return the options of a request, given the sampling options of the run."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, reason in REFUSED.items():
-        if name in given and given[name] != {"type": "text"}:
+        if name in given and not (name == "response_format" and given[name] == {"type": "text"}):
             raise Refused(f"{name} is not supported: {reason}")
     if unknown := [name for name in given if name not in READ | WITHOUT_EFFECT and name not in REFUSED]:
         raise Refused(f"{unknown[0]}={given[unknown[0]]!r} is not supported; remove it")
@@ -135,17 +143,17 @@ def read_options(body: Mapping[str, Any], run: SamplingParams, allow_sampling: b
         raise Refused("tool_choice is not supported: answers are sampled without constraints; set it to auto or none")
     if given.get("parallel_tool_calls") is False:
         raise Refused("parallel_tool_calls=false is not supported: answers are sampled without constraints")
-    if given.get("top_logprobs", 0) or (not isinstance(body.get("logprobs"), bool) and given.get("logprobs", 0) > 1):
+    if not isinstance(given.get("logprobs", 0), int):
+        raise Refused(f"logprobs={given['logprobs']!r} is not supported; set it to true or false, or to 0 or 1")
+    if given.get("top_logprobs", 0) or given.get("logprobs", 0) not in (0, 1):
         raise Refused("top_logprobs is not supported: only the sampled token has a log-prob; set top_logprobs=0")
-    stop = given.get("stop", ())
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    ids = tuple(given.get("stop_token_ids", ()))
-    if not all(isinstance(text, str) and text for text in strings) or not all(type(token) is int for token in ids):
-        raise Refused("stop must be a text or a list of texts, and stop_token_ids a list of token ids")
-    changed = _changed(given, run, allow_sampling)
-    own = run.at_temperature(changed["temperature"]) if "temperature" in changed else run
-    ends = {"stop": _union(run.stop, strings), "stop_token_ids": _union(run.stop_token_ids, ids)}
-    sampling = replace(own, **{**changed, **ends})
+    read_object(given, "stream_options")
+    changed, ends = _changed(given, run, allow_sampling), _ends(given, run)
+    try:
+        own = run.at_temperature(changed["temperature"]) if "temperature" in changed else run
+        sampling = replace(own, **{**changed, **ends})
+    except RolloutError as error:  # out of the range of the option
+        raise Refused(str(error).removeprefix("SamplingParams: ")) from error
     limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
     number = _count(given, "n") if "n" in given else 1
     if number > MAX_CHOICES:
@@ -159,8 +167,9 @@ def _changed(given: Mapping[str, Any], run: SamplingParams, allow_sampling: bool
     changed: dict[str, float] = {}
     for name, own in options.items():
         value = given.get(name, own)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Refused(f"{name}={value!r} is not a number")
+        types = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, types) or not abs(value) <= sys.float_info.max:
+            raise Refused(f"{name}={value!r} is not {'an integer' if name == 'top_k' else 'a number'}")
         if value == own or (name == "top_k" and max(value, 0) == max(own, 0)):
             continue
         if not allow_sampling:
@@ -170,6 +179,17 @@ def _changed(given: Mapping[str, Any], run: SamplingParams, allow_sampling: bool
             )
         changed[name] = value
     return changed
+
+
+def _ends(given: Mapping[str, Any], run: SamplingParams) -> dict[str, tuple[Any, ...]]:
+    """Return the stop strings and stop tokens of the run and of a request."""
+    stop, ids = given.get("stop", []), given.get("stop_token_ids", [])
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
+        raise Refused(f"stop={stop!r}; it must be a text or a list of texts, which are not empty")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token <= MAX_TOKEN for token in ids):
+        raise Refused(f"stop_token_ids={ids!r}; it must be a list of token ids")
+    return {"stop": _union(run.stop, strings), "stop_token_ids": _union(run.stop_token_ids, ids)}
 
 
 def _union(first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:
@@ -220,7 +240,7 @@ def _read_call(call: Any, number: int) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # as it was sampled
+            with contextlib.suppress(ValueError, RecursionError):  # as it was sampled
                 arguments = json.loads(arguments)
         return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
     except (KeyError, TypeError) as error:
@@ -344,9 +364,7 @@ def _completion_log_probs(choice: Choice, body: Mapping[str, Any]) -> dict[str, 
 def event_stream(reply: dict[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
     """Return the events of a reply for `stream: true`. Each answer is one event, and its end another one."""
     usage = reply.pop("usage")
-    common = {**reply, "object": f"{reply['object'].removesuffix('.chunk')}"}
-    if reply["object"] == "chat.completion":
-        common["object"] = "chat.completion.chunk"
+    common = {**reply, "object": "chat.completion.chunk" if reply["object"] == "chat.completion" else reply["object"]}
     for choice in reply["choices"]:
         end = {"index": choice["index"], "finish_reason": choice["finish_reason"], "logprobs": None}
         if "message" in choice:
@@ -359,7 +377,7 @@ def event_stream(reply: dict[str, Any], body: Mapping[str, Any]) -> Iterator[byt
         for part in parts:
             yield _event({**common, "choices": [part]})
             common.pop("prompt_token_ids", None)
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if read_object(body, "stream_options").get("include_usage"):
         yield _event({**common, "choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"
 

@@ -157,9 +157,11 @@ class ProgramPlayer(EpisodePlayer):
         self.num_other_rows = sum(len(session) - 1 for session in sessions)
         if self.num_other_rows:
             logger.warning(
-                "%d of %d sessions have several rows, because their programs have changed the history, run in parallel "
-                "or asked for several answers. The first row of each is trained on; %d other rows are not",
-                *(sum(len(session) > 1 for session in sessions), len(sessions), self.num_other_rows),
+                "%d of %d sessions have several rows, because their programs have begun another history (%d times), "
+                "run in parallel or asked for several answers. The first row of each is trained on, the %d others are "
+                "not",
+                *(sum(len(session) > 1 for session in sessions), len(sessions)),
+                *(endpoint.num_other_histories, self.num_other_rows),
             )
         return [session[0] for session in sessions]
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
 from support.endpoints import LIMITS, PROMPT, SAMPLING, Client, HigherLower, Policy, user
 
 from camshaft.agents.bridge import Bridge
+from camshaft.agents.calls import Parsed
 from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Host, Start
+from camshaft.agents.parsers import AUTO
 from camshaft.agents.play import Limits, Question, play
 from camshaft.agents.wire import Refused, read_options
 from camshaft.errors import RolloutError
@@ -126,7 +129,7 @@ def test_another_request_behind_the_same_history_is_a_row_of_its_own(policy: Pol
         second = [answer(client.chat([*PROMPT, first, user(text)])) for text in ("lower", "lower", "higher")]
         client.chat([*PROMPT, first, user("higher"), second[2], user("right")])
         rows = client.close()
-        assert client.endpoint.num_other_histories == 1
+        assert client.endpoint.num_other_histories == 0
     assert [row.turns for row in rows] == [2, 1, 2]
     ends = [len(first_answer) for first_answer in [rows[0].tokens[: rows[0].mask.index(False)]]]
     for row in rows[1:]:
@@ -245,6 +248,16 @@ def test_an_answer_that_fills_the_row_ends_it(policy: Policy) -> None:
         ({"temperature": 0.5}, "temperature=0.5, but the run samples with temperature=1"),
         ({"top_p": 0.9}, "top_p=0.9, but the run samples with top_p=1"),
         ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"temperature": 10**400}, "is not a number"),
+        ({"top_k": 2.5}, "top_k=2.5 is not an integer"),
+        ({"stop": 3}, "stop=3; it must be a text or a list of texts"),
+        ({"stop": [""]}, "stop=['']; it must be a text or a list of texts"),
+        ({"stop_token_ids": 3}, "stop_token_ids=3; it must be a list of token ids"),
+        ({"stop_token_ids": [2**64]}, "it must be a list of token ids"),
+        ({"logprobs": "all"}, "logprobs='all' is not supported"),
+        ({"stream_options": 1}, "stream_options=1 is not an object"),
+        ({"sampling_params": [1]}, "sampling_params=[1] is not an object"),
+        ({"seed": {"type": "text"}}, "seed is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
         ({"seed": 3}, "seed is not supported: the seeds of the run"),
@@ -266,6 +279,26 @@ def test_requests_are_refused_in_a_sentence(policy: Policy, options: dict[str, A
     with policy.serve() as client:
         assert sentence in client.refusal(**{"messages": PROMPT, **options})
         assert client.close() == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"top_p": 2}, {"presence_penalty": 3}, {"min_p": float("nan")}]
+)
+def test_an_allowed_option_out_of_range_is_refused(policy: Policy, options: dict[str, float]) -> None:
+    (name,) = options
+    with policy.serve(allow_sampling=True) as client:
+        assert name in client.refusal(PROMPT, **options)
+        client.chat(PROMPT)
+
+
+def test_an_option_without_support_fails_its_request(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = policy.rollout
+    monkeypatch.setattr(type(rollout), "capabilities", replace(rollout.capabilities, sampling=frozenset()))
+    with policy.serve(allow_sampling=True) as client:
+        assert "TorchRollout does not support min_p=0.1" in client.refusal(PROMPT, min_p=0.1)
+        client.chat(PROMPT)
+        (row,) = client.close()
+    assert row.turns == 1
 
 
 def test_options_of_the_run_and_without_effect_are_accepted(policy: Policy) -> None:
@@ -373,6 +406,7 @@ def test_models_are_listed(policy: Policy) -> None:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {client.key}"})
         (model,) = json.loads(connection.getresponse().read())["data"]
         connection.close()
+        assert client.endpoint.idle(client.key).requests == 0  # it asks for no answer
     assert (model["id"], model["max_model_len"]) == ("policy", 300)
 
 
@@ -471,11 +505,11 @@ class Scripted(Stream):
 
 
 @contextlib.contextmanager
-def scripted(*texts: str) -> Iterator[tuple[Client, Scripted]]:
+def scripted(*texts: str, call_format: str = AUTO) -> Iterator[tuple[Client, Scripted]]:
     tokenizer = talking_tokenizer(CHAT_FAMILIES["chatml"])
     tokenizer.chat_template = TOOLS_TEMPLATE
-    stream = Scripted(tokenizer, list(texts))
-    with Endpoint(stream, Bridge(tokenizer), Limits(1000, 1000), SAMPLING, "policy") as endpoint:
+    stream, bridge = Scripted(tokenizer, list(texts)), Bridge(tokenizer, call_format=call_format)
+    with Endpoint(stream, bridge, Limits(2000, 4000), SAMPLING, "policy") as endpoint:
         yield Client(endpoint), stream
 
 
@@ -499,6 +533,47 @@ def test_calls_of_tools_are_read_and_continued() -> None:
     assert stream.tokenizer.decode(row.prompt) == prompt
     assert stream.tokenizer.decode(stream.contexts[1]) == f"{prompt}{CALL_TEXT}<|im_end|>{told}"
     assert [m["role"] for m in row.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_format_of_calls_is_that_of_the_run() -> None:
+    text = '{"name": "add", "parameters": {"a": 3}}'
+    for call_format, expected in (("hermes", None), ("json", '{"a": 3}')):
+        with scripted(text, call_format=call_format) as (client, _):
+            calls = answer(client.chat(PROMPT, tools=[ADD])).get("tool_calls", [])
+            assert [call["function"]["arguments"] for call in calls] == ([] if expected is None else [expected])
+
+
+def test_an_answer_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    file = tmp_path / "format.py"
+    file.write_text(
+        f"def read(text):\n    from {Parsed.__module__} import Parsed\n    return Parsed(text[text.index('.'):])"
+    )
+    with scripted("none", "a.b", call_format=f"{file}:read") as (client, _):
+        status, reply = client.ask({"messages": PROMPT, "tools": [ADD]})
+        assert (status, reply["error"]["type"]) == (500, "server_error")
+        assert "the answer cannot be read: ValueError: substring not found" in reply["error"]["message"]
+        assert answer(client.chat(PROMPT, tools=[ADD]))["content"] == "a.b"
+        (row,) = client.close()
+    assert [message["content"] for message in row.messages] == [PROMPT[0]["content"], "a.b"]
+
+
+def test_an_answer_after_the_end_of_its_session_is_dropped() -> None:
+    with scripted("a", "b") as (client, stream):
+        client.chat(PROMPT)
+        session = next(iter(client.endpoint._sessions.values()))
+        session.close()  # before the endpoint has passed on the answer
+        stream.answers.put(Answer("0.0", [1], [-1.0], [0], "stop"))
+        client.key = client.open()
+        assert answer(client.chat(PROMPT))["content"] == "b"
+
+
+def test_calls_with_deeply_nested_arguments_are_texts() -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {"[" * 1500}{"]" * 1500}}}</tool_call>'
+    with scripted(text, "b") as (client, _):
+        assert answer(client.chat(PROMPT, tools=[ADD]))["content"] == text
+        call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": "[" * 10**5}}
+        status, _ = client.ask({"messages": [*PROMPT, {"role": "assistant", "tool_calls": [call]}], "tools": [ADD]})
+        assert status == 400  # too long for a prompt
 
 
 @pytest.mark.parametrize(
