@@ -67,7 +67,8 @@ def open_environments(
     folders = [str(Path(file).resolve().parent) for file in files]
     path = [*dict.fromkeys(folders), *import_path()]  # a file can import modules beside it
     limits = section.timeout, section.start_timeout
-    spec = Spec(sources, section.environment_kwargs, *limits, path, functions, has_other_rewards)
+    kwargs = section.environment_kwargs if sources else {}
+    spec = Spec(sources, kwargs, *limits, path, functions, has_other_rewards)
     pool = EnvironmentPool(spec, 1, output)
     try:
         loaded = pool.check()
@@ -167,10 +168,10 @@ def report_template(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolS
     `schemas` are those of the tools of each environment.
     """
     bridge = Bridge(tokenizer, arguments, call_format)
+    bridge.parser  # noqa: B018 - an unknown format is an error
     tools = next((tools for tools in schemas.values() if tools), ())
     if tools:
         name = tools[0]["function"]["name"]
-        bridge.parser  # noqa: B018 - an unknown format is an error
         call = Call(name, {"a": "x"}).message(0, 0)
         bridge.after([_RESULT | {"name": name, "tool_call_id": call["id"]}], True, tools, [call])
         if not num_tool_tokens(tokenizer, arguments, schemas):

@@ -136,7 +136,7 @@ def input_checksums(
             paths = [Path(target.rpartition(":")[0] or target) for _, target in selected]
             files[f"actor_rollout_ref.rollout.{key}"] = [path for path in dict.fromkeys(paths) if path.is_file()]
         agent = function_file(section.rollout.multi_turn.agent or "")
-        files[f"actor_rollout_ref.rollout.{AGENT_KEY}"] = [] if agent is None else [Path(agent).expanduser()]
+        files[f"actor_rollout_ref.rollout.{AGENT_KEY}"] = [] if agent is None else [Path(agent)]
     else:
         files = {"model.path": _model_files(config.model.source())}
     checksums = {key: checksum(paths) for key, paths in files.items() if paths}

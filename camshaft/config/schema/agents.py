@@ -1,9 +1,10 @@
 """Section `multi_turn` of the rollout: environments that answer the policy."""
 
+import os.path
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PositiveFloat
+from pydantic import AfterValidator, PositiveFloat
 
 from camshaft.config.errors import Problem
 from camshaft.config.schema.fields import Count, Environments, Functions, Section, Text, Unread, key
@@ -20,6 +21,9 @@ TOOLS_KEY = "multi_turn.tools"
 
 PLAYED = Unread(
     lambda section: not section.plays(), "{environment}", "set [environment]=file.py:Class, or omit the key"
+)
+WITH_CLASS = Unread(
+    lambda section: not section.environment, "{environment}", "set [environment]=file.py:Class, or omit the key"
 )
 WITH_ENVIRONMENT = Unread(
     lambda section: not (section.environment or section.tools),
@@ -64,9 +68,9 @@ class MultiTurnConfig(Section):
         unread=PLAYED,
     )
     environment_kwargs: dict[str, Any] = key(
-        {}, "Keyword arguments of the constructor of the environment.", unread=WITH_ENVIRONMENT
+        {}, "Keyword arguments of the constructor of the environment.", unread=WITH_CLASS
     )
-    agent: Text | None = key(
+    agent: Annotated[Text, AfterValidator(os.path.expanduser)] | None = key(
         None,
         "Program that owns the conversation and sends requests to a base URL, instead of an environment: "
         "file.py:function, package.module:function, or a command line, in which {base_url} and {api_key} are replaced.",
@@ -92,12 +96,17 @@ class MultiTurnConfig(Section):
         unread=PLAYED,
     )
     max_tool_response_length: Count | None = key(
-        None, "Length in tokens from which a text of the environment is truncated. null truncates none.", unread=PLAYED
+        None,
+        "Length in tokens from which a text of the environment is truncated. null truncates none.",
+        unread=WITH_ENVIRONMENT,
     )
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
         "middle",
         "Part of a truncated text that is kept: its beginning (left), its end (right) or both (middle).",
-        unread=Unread(lambda section: section.max_tool_response_length is None, "{max_tool_response_length}"),
+        unread=(
+            WITH_ENVIRONMENT,
+            Unread(lambda section: section.max_tool_response_length is None, "{max_tool_response_length}"),
+        ),
     )
     history: Literal["append", "template"] = key(
         "append",
@@ -127,6 +136,10 @@ class MultiTurnConfig(Section):
     def plays(self) -> bool:
         """Return True if the policy plays episodes, with an environment, tools or a program."""
         return bool(self.environment or self.tools) or self.agent is not None
+
+    def player_key(self) -> str:
+        """Return the key that is set among those of environments, tools and programs."""
+        return KEY if self.environment else TOOLS_KEY if self.tools else AGENT_KEY
 
     def problems(self) -> Iterator[Problem]:
         if self.environment and self.agent is not None:

@@ -104,12 +104,18 @@ def rollout_cases(section: str) -> list[Case]:
     vllm = [f"{name}=vllm", f"{section}.tensor_model_parallel_size=1"]
     in_process = [f"{name}=process", f"+{section}.engine_kwargs.rollout=server"]
     turns = f"{section}.multi_turn"
-    played = [f"{turns}.environment=my_package:Game"]
+    played, solved = [f"{turns}.environment=my_package:Game"], [f"{turns}.agent=my_package:solve"]
+    called = [f"{turns}.tools=my_package:add"]
     return [
         (f"{turns}.num_workers=2", [], played),
         (f"{turns}.timeout=2", [], played),
-        (f"{turns}.num_workers=2", [f"{turns}.agent=my_package:solve"], played),
-        (f"{turns}.max_concurrency=2", played, [f"{turns}.agent=my_package:solve"]),
+        (f"{turns}.num_workers=2", solved, played),
+        (f"{turns}.max_concurrency=2", played, solved),
+        (f"{turns}.environment_kwargs={{level:2}}", called, played),
+        (f"{turns}.environment_kwargs={{level:2}}", solved, [*played, *called]),
+        (f"{turns}.max_tool_response_length=9", solved, called),
+        (f"{turns}.tool_response_truncate_side=left", [*solved, f"{turns}.max_tool_response_length=9"],
+         [*called, f"{turns}.max_tool_response_length=9"]),
         (f"{turns}.tool_response_truncate_side=left", played, [*played, f"{turns}.max_tool_response_length=9"]),
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),

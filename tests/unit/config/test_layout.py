@@ -89,6 +89,7 @@ def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
             r"(?s)rollout.resource_pool = rollout.*but critic.resource_pool selects the same pool. Set actor_rollout",
         ),
         (["actor_rollout_ref.rollout.resource_pool=global_pool"], "Set actor_rollout_ref.hybrid_engine=true, or"),
+        (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Rename the pool"),
         (
             ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
             r"(?s)rollout.tensor_model_parallel_size = 2.*world_size=1 is not divisible by the 2 ranks",

@@ -85,7 +85,10 @@ def test_error_of_an_unquoted_value_shows_the_quotes(words, capfd):
 
 def test_tilde_in_a_path_is_the_home_folder(words, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = load_ppo([*words, "data.train_files=~/train.parquet", "actor_rollout_ref.model.path=~/model"])
+    (tmp_path / "agent.py").touch()
+    agent = "actor_rollout_ref.rollout.multi_turn.agent=~/agent.py:solve"
+    config = load_ppo([*words, agent, "data.train_files=~/train.parquet", "actor_rollout_ref.model.path=~/model"])
+    assert config.actor_rollout_ref.rollout.multi_turn.agent == f"{tmp_path}/agent.py:solve"
     assert config.data.train_files == (f"{tmp_path}/train.parquet",)
     assert config.actor_rollout_ref.model.path == f"{tmp_path}/model"
 

@@ -205,6 +205,11 @@ def test_a_missing_column_is_an_error_at_the_start(home: Path, tmp_path: Path) -
         run_ppo(home, settings, steps=1)
 
 
+def test_an_unknown_format_of_calls_is_an_error_without_tools(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="my_format"):
+        run_ppo(home, {**game(tmp_path), f"{TURNS}.format": "my_format"}, steps=1)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -9,6 +9,8 @@ from support.ppo_runs import ppo_config, run_ppo
 from support.python_runs import SMALL
 
 import camshaft
+from camshaft.agents.messages import Spec
+from camshaft.agents.setup import open_environments
 from camshaft.errors import ConfigError, RolloutError
 from camshaft.models.tiny import make_tiny_model
 
@@ -84,6 +86,20 @@ def test_calls_are_made_told_scored_and_counted(home: Path, tmp_path: Path) -> N
 def test_functions_need_a_reward(home: Path, tmp_path: Path) -> None:
     settings = {**game(tmp_path), f"{TURNS}.environment": "null"}
     assert ppo_config(home, settings).needs_function()
+
+
+def test_arguments_of_environments_are_not_passed_to_functions(home: Path, tmp_path: Path) -> None:
+    words = {f"{TURNS}.environment": "null", f"+{TURNS}.environment_kwargs.level": 2}
+    section = ppo_config(home, {**game(tmp_path), **words}).actor_rollout_ref.rollout.multi_turn
+    spec, loaded = open_environments(section, (), has_other_rewards=True)
+    assert isinstance(spec, Spec)
+    assert (spec.kwargs, list(loaded.schemas)) == ({}, [""])
+
+
+def test_errors_name_the_tools_that_are_set(home: Path, tmp_path: Path) -> None:
+    settings = {**game(tmp_path), f"{TURNS}.environment": "null", "actor_rollout_ref.rollout.ignore_eos": True}
+    with pytest.raises(ConfigError, match=f"each answer of {TURNS}.tools end"):
+        ppo_config(home, settings)
 
 
 def test_several_functions_of_a_file_are_one_value(home: Path, tmp_path: Path) -> None:
