@@ -69,9 +69,12 @@ def forecast_generator(config: PPOConfig, memory: int, resident: int, rows: int)
 def forecast_alone(config: PPOConfig, memory: int, ranks: int) -> int | None:
     """Return the memory of each of `ranks` ranks of a rollout on devices of its own; None if it is unknown.
 
-    The KV cache has no limit on a CPU.
+    The KV cache of the built-in rollout has no limit on a CPU. The memory that a library reserves there is unknown.
     """
     policy, on_cpu = config.actor_rollout_ref, config.trainer.device == "cpu"
+    generating = policy.rollout.engine_kwargs.get("rollout", "torch")
+    if on_cpu and (policy.rollout.name if policy.rollout.name != "process" else generating) in RESERVING:
+        return None
     rows = -(-config.data.train_batch_size * policy.rollout.n // ranks)
     weights = model_size(rollout_engine(config)).weights if keeps_tensors(policy.rollout.name) else 0
     generator = forecast_generator(config, UNLIMITED if on_cpu else memory, weights, rows)
@@ -178,6 +181,8 @@ def _transfer(config: RolloutEngineConfig, size: ModelSize, buckets: int) -> int
 
 SHARING = ("torch", "hf")
 """Rollouts that run the engine's own tensors, if their dtype and device are right."""
+RESERVING = ("vllm", "sglang", "server")
+"""Rollouts that reserve a share of a device."""
 GENERATORS: dict[str, Callable[[RolloutEngineConfig, ModelSize, int, int, int], Generator | None]] = {
     "torch": _builtin,
     "process": _process,

@@ -29,6 +29,9 @@ BUFFERS = 100 << 20
 PHASES = {
     "init_model": "build",
     "sync_weights": "sync",
+    "publish": "sync",
+    "portable_snapshot": "sync",
+    "receive_weights": "gen",
     "generate_sequences": "gen",
     "compute_rm_score": "reward",
     "compute_log_prob": "old_log_prob",

@@ -202,7 +202,7 @@ def _notes(config: Config) -> Iterator[str]:
         )
     if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
         size = _size(model_size(rollout_engine(config)).weights)
-        yield f"sync: the weights for the rollout need {size} more in host memory on each machine of the actor"
+        yield f"sync: the weights for the rollout need {size} more in host memory of the actor"
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
     if (length := next((choice for choice in config.choices() if choice.reason == ASSUMED), None)) is not None:
@@ -215,7 +215,9 @@ def _notes(config: Config) -> Iterator[str]:
 
 def _forecasts_generator(config: PPOConfig) -> bool:
     policy = config.actor_rollout_ref
-    if config.trainer.device == "cpu" and policy.hybrid_engine:
+    if not policy.hybrid_engine:
+        return forecast_alone(config, GIB, 1) is not None
+    if config.trainer.device == "cpu":
         return policy.rollout.name == TRACED_ROLLOUT
     return forecast_generator(config, GIB, 0, 1) is not None
 

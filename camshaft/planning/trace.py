@@ -294,8 +294,8 @@ class _PPOTracer(Tracer):
 
     def _policy_actions(self, dp_size: int) -> Iterator[Action]:
         config, worker = self.config, self.worker
-        if not config.actor_rollout_ref.hybrid_engine:
-            pass  # it generates on other devices
+        if not config.actor_rollout_ref.hybrid_engine:  # it generates on other devices
+            yield "actor", "sync", self._sync
         elif self.on_device:
             yield "actor", "sync", self._sync
             yield "actor", "gen", self.generation.close
@@ -320,8 +320,9 @@ class _PPOTracer(Tracer):
 
     def _sync(self) -> None:
         """Gather the weights for the rollout, and keep what is on the device while it generates (`generator.py`)."""
-        rollout, engine = self.config.actor_rollout_ref.rollout, self.engines["actor"]
-        dtype, shares_storage = DTYPES[rollout.dtype], False
+        policy, engine = self.config.actor_rollout_ref, self.engines["actor"]
+        dtype, shares_storage = DTYPES[policy.rollout.dtype], False
+        keeps = policy.hybrid_engine and keeps_tensors(policy.rollout.name)
 
         def dtype_of(_name: str, tensor: Tensor) -> torch.dtype:
             nonlocal shares_storage
@@ -331,13 +332,13 @@ class _PPOTracer(Tracer):
         with ExitStack() as parameters:
             parameters.enter_context(engine.eval_mode())
             weights = engine.named_weights(dtype_of=dtype_of)
-            if keeps_tensors(rollout.name):
+            if keeps:
                 received = [tensor for _, tensor in weights]
                 self.generation.callback(received.clear)
             else:
-                for _ in weights:  # the rollout has copied a weight before the next one is gathered
+                for _ in weights:  # a weight has been copied before the next one is gathered
                     pass
-            if keeps_tensors(rollout.name) and shares_storage:
+            if keeps and shares_storage:
                 self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:

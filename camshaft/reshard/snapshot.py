@@ -3,8 +3,8 @@
     publisher = Publisher(engine, writes=rank == 0)
     publisher.dtypes = rollout.sync_dtypes(publisher.source_dtypes())     # once
     snapshot = publisher.publish(version)                                 # on all ranks of the engine
-    sync = receive([snapshot], rollout)                                   # in any number of processes
-    sync = receive([snapshot, publisher.portable()], rollout)             # also on other machines
+    sync = receive(snapshot, rollout)                                     # in any number of processes of the machine
+    sync = receive(publisher.portable(), rollout)                         # on other machines
 
 `publish` writes all weights once, in the dtypes of the rollout, and returns. The engine can then train: a snapshot does
 not change until the next `publish`. The sender computes digests of the weights while it writes them, and `receive`
@@ -14,7 +14,7 @@ transfers the bytes of a portable snapshot.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,19 +118,13 @@ class Publisher:
                 self._segments.append(self._memory.extend(SEGMENT))
 
 
-def receive(snapshots: Sequence[Snapshot], rollout: BaseRollout, machine: str | None = None) -> Sync:
-    """Load a snapshot into `rollout`, which stays awake, and verify its weights.
-
-    The snapshot is the one on `machine`, by default this one, or else a portable one.
-    """
-    start, here = time.perf_counter(), machine_id() if machine is None else machine
-    readable = [snapshot for snapshot in snapshots if snapshot.machine == here]
-    readable += [snapshot for snapshot in snapshots if snapshot.content is not None]
-    if not readable:
+def receive(snapshot: Snapshot, rollout: BaseRollout) -> Sync:
+    """Load a snapshot on this machine, or a portable one, into `rollout`, which stays awake, and verify its weights."""
+    start = time.perf_counter()
+    if snapshot.content is None and snapshot.machine != machine_id():
         raise RolloutError(
-            f"no published weights are on the machine of this rollout ({here}); pass a portable snapshot too"
+            f"the published weights are not on the machine of this rollout ({machine_id()}); pass a portable snapshot"
         )
-    snapshot = readable[0]
     device = rollout.config.device
     with verified_sync(rollout, device, snapshot.version) as sync:
         load_with_version(

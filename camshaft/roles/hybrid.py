@@ -5,7 +5,7 @@ a different parallel layout than the actor, in which case batches are split diff
 `hybrid_engine=false`, the rollout is a role of its own, for which this one publishes its weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError, RolloutError
-from camshaft.reshard import Publisher, Snapshot
+from camshaft.reshard import Publisher, Snapshot, machine_id
 from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
 from camshaft.roles.base import SkippedSteps
 from camshaft.roles.episodes import EpisodesWorker
@@ -36,8 +36,6 @@ class ActorRolloutRefWorker(Worker):
     rollout_class: ClassVar[type[RolloutWorker]] = RolloutWorker
     episodes_class: ClassVar[type[EpisodesWorker]] = EpisodesWorker
     """Class of the rollout in runs with environments."""
-    rollout: RolloutWorker
-    """The rollout, unless it is on devices of its own (`hybrid_engine=false`)."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -49,10 +47,20 @@ class ActorRolloutRefWorker(Worker):
         elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
-        self.publisher = Publisher(self.actor.engine, writes=self.rank_info.local_rank == 0)
-        self.generates = config.actor_rollout_ref.hybrid_engine
-        if self.generates:
-            self.rollout = self.rollout_role(config)(config, self.actor.engine)
+        self.publisher = Publisher(self.actor.engine, writes=self.rank_info.rank == 0)
+        self._rollout: RolloutWorker | None = None
+        if config.actor_rollout_ref.hybrid_engine:
+            self._rollout = self.rollout_role(config)(config, self.actor.engine)
+
+    @property
+    def rollout(self) -> RolloutWorker:
+        """The rollout, unless it is on devices of its own (`hybrid_engine=false`)."""
+        if self._rollout is None:
+            raise RolloutError(
+                "this worker does not generate, because actor_rollout_ref.hybrid_engine=false gives the rollout devices "
+                "of its own; call the role of the rollout, or set actor_rollout_ref.hybrid_engine=true"
+            )
+        return self._rollout
 
     @classmethod
     def rollout_role(cls, config: PPOConfig) -> type[RolloutWorker]:
@@ -73,8 +81,8 @@ class ActorRolloutRefWorker(Worker):
         self.actor.init_model()
         if self.ref is not None:
             self.ref.init_model()
-        if self.generates:
-            self.rollout.init_model()
+        if self._rollout is not None:
+            self._rollout.init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_environments(self, spec: Spec | ProgramSpec) -> None:
@@ -98,18 +106,22 @@ class ActorRolloutRefWorker(Worker):
         return self.publisher.source_dtypes()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_published_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Set the dtypes in which `publish` writes the weights: those in which the rollout receives them."""
+    def set_readers(self, dtypes: Mapping[str, torch.dtype], machines: Collection[str]) -> None:
+        """Set the dtypes in which the rollout receives the weights, and the machines of its ranks, for `publish`."""
         self.publisher.dtypes = dtypes
+        self.publisher.writes |= self.rank_info.local_rank == 0 and machine_id() in machines
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def publish(self, version: int) -> Snapshot | None:
-        """Write the weights to host memory, once per machine. Return the snapshot, or None on other ranks."""
+        """Write the weights to host memory on rank 0, and once on each other machine of the rollout.
+
+        Return the snapshot, or None on ranks that do not write.
+        """
         return self.publisher.publish(version)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def portable_snapshot(self) -> Snapshot:
-        """Return the snapshot that was published last with its bytes, for other machines."""
+        """Return the snapshot that was published last with its bytes, for machines without a rank of the actor."""
         return self.publisher.portable()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -4,7 +4,7 @@
     rollout.generate_sequences(prompts)     # any number of calls
     rollout.sleep_rollout()
 
-    rollout.receive_weights(snapshots)      # instead, on devices of its own: what the actor has published
+    rollout.receive_weights(snapshot)       # instead, on devices of its own: what the actor has published
     rollout.generate_sequences(prompts)
 
 Without `sync_weights`, `generate_sequences` syncs the weights itself and then puts the rollout to sleep. It reads the
@@ -14,7 +14,7 @@ columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`, `re
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -91,10 +91,10 @@ class RolloutWorker(Worker):
         """Return the machine of this rank, on which it can read snapshots."""
         return machine_id()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, snapshots: Sequence[Snapshot]) -> dict[str, float]:
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def receive_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Load and verify the weights that the actor has published. Return the metrics of the sync on this rank."""
-        sync = receive(snapshots, self.rollout, self.machine())
+        sync = receive(snapshot, self.rollout)
         return sync.metrics() | {"rollout/weights_version": float(self.rollout.version)}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

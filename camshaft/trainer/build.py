@@ -66,7 +66,7 @@ REWARD_MODEL_COLUMNS = (
 """Columns that the reward model receives if they exist. The built-in one reads the first five."""
 
 
-PUBLISHING_METHODS = ("weight_dtypes", "set_published_dtypes", "publish", "portable_snapshot")
+PUBLISHING_METHODS = ("weight_dtypes", "set_readers", "publish", "portable_snapshot")
 """Methods of the policy that only a run with a rollout on devices of its own calls."""
 
 
@@ -124,7 +124,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
         self.rollout: RolloutWorker | None = None
         """The rollout, if it has devices of its own."""
-        self.publication: Publication | None = None
+        self.snapshot_sync: SnapshotSync | None = None
         """Sends weights to a rollout on devices of its own."""
         self._generate: Callable[..., DataProto] = self.actor.generate_sequences
         self._options = {"recompute_log_prob": False}
@@ -132,7 +132,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             role_of = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)
             rollout_class: type[RolloutWorker] = role_of(config)
             self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
-            self.publication = Publication(self.actor, self.rollout, topology.world_size)
+            self.snapshot_sync = SnapshotSync(self.actor, self.rollout, topology.world_size)
             self._generate, self._options = self.rollout.generate_sequences, {}
         if self.environments is not None:
             player: Any = self.actor if self.rollout is None else self.rollout
@@ -150,7 +150,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self._scores_beside_rollout = False
         if config.reward_model.enable:
             pool = pool_of["reward_model"]
-            self._scores_beside_rollout = pool is pool_of[name]
+            self._scores_beside_rollout = self.rollout is None and pool is pool_of[name]
             self.reward_model = spawn(reward_class, self.config, topology, pool=pool, name="reward_model")
 
     def __exit__(self, *_: object) -> None:
@@ -176,8 +176,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Send the weights after `version` steps to the rollout, which stays awake. Return the metrics of the sync."""
         self.is_rollout_awake = True  # on some ranks, even if the call fails
-        if self.publication is not None:
-            return self.publication.send(version)
+        if self.snapshot_sync is not None:
+            return self.snapshot_sync.send(version)
         ranks: Any = self.actor.sync_weights()
         return merge_ranks(ranks)
 
@@ -185,7 +185,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Free the memory of the rollout if it is awake. One on devices of its own waits for the next weights."""
         if self.is_rollout_awake:
             self.is_rollout_awake = False
-            if self.publication is None:
+            if self.snapshot_sync is None:
                 self.actor.sleep_rollout()
 
     def start_generation(
@@ -264,27 +264,44 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return load_prompts(data_files(paths), self.tokenizer, options, max_rows, label).batch
 
 
-class Publication:
-    """The path of the weights: the actor publishes snapshots in host memory, and the rollout loads them.
+class SnapshotSync:
+    """The weight sync of a rollout on devices of its own: the actor publishes snapshots, and the rollout loads them.
 
-    Each machine of the actor has a snapshot. To other machines, the driver sends the bytes.
+    Each machine that both have has a snapshot in host memory. To the ranks on other machines, the driver sends bytes.
     """
 
     def __init__(self, actor: ActorRolloutRefWorker, rollout: RolloutWorker, actor_ranks: int):
         self._actor, self._rollout, self._actor_ranks = actor, rollout, actor_ranks
-        self._readers: set[str] = set()
-        """Machines of the rollout."""
+        self._machines: list[str] = []
+        """Machine of each rank of the rollout."""
+        self._version: int | None = None
+        """Version of the weights that the rollout has."""
 
     def send(self, version: int) -> dict[str, float]:
-        """Publish the weights of the actor as `version`, wait until the rollout has them, and return the metrics."""
-        if not self._readers:
-            self._actor.set_published_dtypes(self._rollout.sync_dtypes(self._actor.weight_dtypes()))
-            self._readers = set(self._rollout.machine())
+        """Wait until the rollout has the weights of the actor, which are `version`, and return the metrics.
+
+        Weights that it has, such as those of a validation, are not sent again.
+        """
+        if version == self._version:
+            return {"rollout/weights_version": float(version)}
+        self._version = None
+        metrics = self._send(version)
+        self._version = version
+        return metrics
+
+    def _send(self, version: int) -> dict[str, float]:
+        if not self._machines:
+            dtypes = self._rollout.sync_dtypes(self._actor.weight_dtypes())
+            self._machines = list(self._rollout.machine())
+            self._actor.set_readers(dtypes, set(self._machines))
         publish: Any = self._actor.publish  # takes and returns one value for each rank
-        snapshots: list[Snapshot] = [each for each in publish([version] * self._actor_ranks) if each is not None]
-        if self._readers - {snapshot.machine for snapshot in snapshots}:
-            snapshots.append(self._actor.portable_snapshot())
-        return self._rollout.receive_weights(snapshots)
+        published: list[Snapshot | None] = publish([version] * self._actor_ranks)
+        snapshots = {snapshot.machine: snapshot for snapshot in published if snapshot is not None}
+        if any(machine not in snapshots for machine in self._machines):
+            portable = self._actor.portable_snapshot()
+            snapshots |= {machine: portable for machine in self._machines if machine not in snapshots}
+        receive: Any = self._rollout.receive_weights
+        return merge_ranks(receive([snapshots[machine] for machine in self._machines]))
 
 
 @dataclass(frozen=True)

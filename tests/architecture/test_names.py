@@ -66,7 +66,7 @@ ROLE_METHODS = {
         "set_environments": "ONE_TO_ALL",
         "sync_weights": "ALL_TO_ALL",
         "weight_dtypes": "ONE_TO_ALL",
-        "set_published_dtypes": "ONE_TO_ALL",
+        "set_readers": "ONE_TO_ALL",
         "publish": "ALL_TO_ALL",
         "portable_snapshot": "RANK_ZERO",
         "generate_sequences": "DP_COMPUTE_PROTO",

@@ -7,6 +7,7 @@ from torch import Tensor
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext
+from camshaft.reshard import Snapshot, machine_id
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RolloutWorker
 
 
@@ -24,9 +25,19 @@ class DoubledPolicy(ActorRolloutRefWorker):
 
 
 class ElsewhereRollout(RolloutWorker):
+    """A rollout whose last rank is on another machine, and gets the bytes of the weights as the only one."""
+
+    def is_elsewhere(self) -> bool:
+        return self.rank_info.rank == self.rank_info.world - 1
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def machine(self) -> str:
-        return "another machine"
+        return "another machine" if self.is_elsewhere() else machine_id()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def receive_weights(self, snapshot: Snapshot) -> dict[str, float]:
+        assert (snapshot.content is not None) == self.is_elsewhere()
+        return super().receive_weights(snapshot)
 
 
 class GeneratesElsewhere(ActorRolloutRefWorker):

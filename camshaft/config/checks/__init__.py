@@ -93,7 +93,8 @@ def check_lengths(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
 def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     yield from check_ppo_placement(config)
-    yield from check_rollout("actor_rollout_ref.rollout", rollout, config.topology().rollout_topology().world_size)
+    ranks, pool = config.topology().rollout_topology().world_size, config.pools().get("rollout")
+    yield from check_rollout("actor_rollout_ref.rollout", rollout, ranks, pool)
     yield from check_scores(config)
     yield from check_episodes(config)
     yield from check_ppo_engines(config)

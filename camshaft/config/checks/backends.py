@@ -448,9 +448,16 @@ def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> No
 # -- rollouts -------------------------------------------------------------------------------------
 
 
-def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Check the name, the sampling, the options and the tensor-parallel size of a rollout in `section`."""
+def check_rollout(
+    section: str, rollout: GeneratorConfig, world_size: int, pool: str | None = None
+) -> Iterator[Problem]:
+    """Check the name, the sampling, the options and the tensor-parallel size of a rollout in `section`.
+
+    `pool` is the resource pool of a rollout on devices of its own, which has `world_size` ranks.
+    """
     key = f"{section}.name"
+    ranks = WORLD if pool is None else (f"trainer.resource_pools.{pool}",)
+    owner = "" if pool is None else f"; {ranks[0]} sets the number of ranks"
     try:
         capabilities = rollout_capabilities(rollout.name)
     except ConfigError as error:
@@ -460,12 +467,12 @@ def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> It
     try:
         options = capabilities.options.from_dict(rollout.engine_kwargs, world_size)
     except ValueError as error:
-        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}.", (*WORLD, key))
+        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}{owner}.", (*ranks, key))
         return
     for conflict in options.conflicts(rollout.tensor_model_parallel_size, world_size):
         name = f"{section}.{conflict.option}"
-        message = f"{conflict.message}. Set {', or '.join(f'{section}.{fix}' for fix in conflict.fixes)}."
-        yield Problem(name, getattr(rollout, conflict.option), message, (*WORLD, key))
+        message = f"{conflict.message}{owner}. Set {', or '.join(f'{section}.{fix}' for fix in conflict.fixes)}."
+        yield Problem(name, getattr(rollout, conflict.option), message, (*ranks, key))
 
 
 def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | None) -> Iterator[Problem]:

@@ -42,6 +42,7 @@ from camshaft.planning.doctor.machine import (
 from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.generator import model_size
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
+from camshaft.rollout import HostMemory
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards
@@ -303,6 +304,15 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
         yield ok("snapshot", f"{policy.model.path} is not on this machine yet, so its size is unknown")
         return
     size, free = model_size(rollout_engine(config)).weights, available_memory()
+    memory = HostMemory()
+    try:
+        memory.extend(size)
+    except OSError as error:
+        message = f"shared memory of {_gib(size)} for the weights of the rollout cannot be mapped: {error}"
+        yield fail("snapshot", message, "raise the limits of memory and of file sizes (ulimit -v, ulimit -f)")
+        return
+    finally:
+        memory.close()
     message = f"the weights for the rollout need {_gib(size)} of host memory on each machine, and {_gib(free)} are free"
     fix = "set actor_rollout_ref.hybrid_engine=true, or use a machine with more memory"
     yield ok("snapshot", message) if size < free else fail("snapshot", message, fix)

@@ -92,7 +92,8 @@ def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
         (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Rename the pool"),
         (
             ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-            r"(?s)rollout.tensor_model_parallel_size = 2.*world_size=1 is not divisible by the 2 ranks",
+            r"(?s)rollout.tensor_model_parallel_size = 2.*world_size=1 is not divisible by the 2 ranks that form one "
+            "vLLM engine; trainer.resource_pools.rollout sets the number of ranks",
         ),
         (
             [

@@ -20,8 +20,9 @@ from camshaft.models.activations import offload_activations
 from camshaft.models.linear_logprob import linear_logprob
 from camshaft.models.loader import load_model
 from camshaft.planning.devices import parse_device
-from camshaft.planning.generator import forecast_generator, model_size
+from camshaft.planning.generator import forecast_alone, forecast_generator, model_size
 from camshaft.planning.layers import Phase
+from camshaft.planning.plan import make_plan
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, POLICY, forecast
 from camshaft.rollout.base import SamplingParams
@@ -122,6 +123,31 @@ def test_a_share_that_is_too_small_grows_to_one_row(folder: Path) -> None:
     row = 128 * 28 * 2 * 4 * 128 * 2  # tokens, layers, keys and values, heads, their size, bytes
     assert generator is not None
     assert generator.gen == 2 * parameters("7B") + row
+
+
+OWN = ("actor_rollout_ref.hybrid_engine=false", "+trainer.resource_pools.rollout.n_gpus_per_node=2")
+
+
+def test_a_rollout_on_devices_of_its_own_has_rows(folder: Path) -> None:
+    memory = parse_device("h100")
+    plan = make_plan(config_of(folder, *OWN), memory)
+    peaks = {(row.pool, row.phase): row.peak for row in plan.rows}
+    assert peaks["rollout", "gen"] == int(0.6 * memory)
+    assert 0 < peaks["global_pool", "sync"] < peaks["global_pool", "update_actor"]
+    assert ("global_pool", "gen") not in peaks
+
+
+@pytest.mark.parametrize("name", ["vllm", "process"])
+def test_the_share_that_a_library_reserves_on_a_cpu_is_unknown(folder: Path, name: str) -> None:
+    rollout = ["actor_rollout_ref.rollout.name=process", "+actor_rollout_ref.rollout.engine_kwargs.rollout=vllm"]
+    words = rollout if name == "process" else ["actor_rollout_ref.rollout.name=vllm"]
+    config = config_of(folder, *OWN, "trainer.device=cpu", "actor_rollout_ref.rollout.dtype=float32", *words)
+    assert forecast_alone(config, 100 * GIB, ranks=2) is None
+    builtin = config.actor_rollout_ref.rollout.model_copy(update={"name": "torch", "engine_kwargs": {}})
+    config = config.model_copy(
+        update={"actor_rollout_ref": config.actor_rollout_ref.model_copy(update={"rollout": builtin})}
+    )
+    assert forecast_alone(config, 100 * GIB, ranks=2) is not None
 
 
 def test_the_builtin_cache_holds_the_rows_that_fit(folder: Path) -> None:

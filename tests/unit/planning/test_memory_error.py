@@ -62,6 +62,9 @@ def test_the_cause_of_an_error_is_recognized() -> None:
     [
         ("actor.update_actor raised on rank 1 of 2: MemoryError", "update_actor"),
         ("rank 0 of 2 of critic (process 7) died in compute_values (SIGKILL, which the kernel sends ...)", "values"),
+        ("actor_rollout_ref.publish raised on rank 0 of 1: MemoryError", "sync"),
+        ("actor_rollout_ref.portable_snapshot raised on rank 0 of 1: MemoryError", "sync"),
+        ("rollout.receive_weights raised on rank 0 of 1: MemoryError", "gen"),
         ("rank 0 of 2 of critic (process 7) died in seat_for (SIGKILL)", None),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 import socket
 import struct
@@ -99,6 +100,22 @@ def test_unsupported_run_is_not_forecast(tmp_path: Path, monkeypatch: pytest.Mon
 def test_forecast_has_a_time_limit(tmp_path: Path) -> None:
     with pytest.raises(PlanUnavailable, match="it took more than"):
         plan_in_process(ppo_args(tmp_path), None, 0.1)
+
+
+def test_the_weights_for_a_rollout_on_other_devices_must_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(tmp_path, {"actor_rollout_ref.hybrid_engine": False})
+    assert [finding.status for finding in run.check_snapshot(config)] == ["OK"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+    try:
+        (finding,) = run.check_snapshot(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (finding.status, "cannot be mapped" in finding.message) == ("FAIL", True)
+    memory_of(monkeypatch, 1 << 10, 1 << 10)
+    assert [finding.status for finding in run.check_snapshot(config)] == ["FAIL"]
 
 
 def without_tokenizer(folder: Path) -> None:

@@ -13,7 +13,7 @@ from support.same_run import ACTOR, RANKS
 
 from camshaft.controller import WorkerGroup
 from camshaft.controller.process_pool import ProcessPool
-from camshaft.errors import WorkerError
+from camshaft.errors import CamshaftError, WorkerError
 from camshaft.tracking import Tracking
 from camshaft.tracking.base import RunInfo
 from camshaft.trainer.ppo import PPOTrainer
@@ -37,6 +37,8 @@ CASES = [(algorithm, rollout, layout) for algorithm in ALGORITHMS for rollout in
 FAST = (("ppo", "torch", "reference"), ("grpo", "process", "fsdp"))
 MEASURED = ("timing_s/", "perf/")
 VERSION = "rollout/weights_version"
+SENT = {"rollout/sync_bytes", "perf/sync_peak_memory_bytes", "timing_s/sync_check"}
+"""Metrics of a step that sends weights to the rollout."""
 
 
 def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step], list[Step]]:
@@ -47,8 +49,10 @@ def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step
 
 def assert_equal(hybrid: list[Step], own: list[Step]) -> None:
     for number, (expected, step) in enumerate(zip(hybrid, own, strict=True), start=1):
-        assert step.metrics.keys() - {VERSION} == expected.metrics.keys() - {VERSION}
+        assert step.metrics.keys() | SENT == expected.metrics.keys() | {VERSION}
         for name, value in expected.metrics.items():
+            if name in SENT and name not in step.metrics:
+                continue
             is_equal = step.metrics[name] == value or (math.isnan(value) and math.isnan(step.metrics[name]))
             assert is_equal or name.startswith(MEASURED), f"step {number}: {name}"
         assert step.metrics.get(VERSION, number - 1) == number - 1
@@ -66,6 +70,9 @@ def test_the_run_equals_that_of_the_hybrid_engine(case: tuple[str, str, str], tm
     hybrid, own = both(tmp_path, overrides, steps=4 if case in FAST else 10)
     assert_equal(hybrid, own)
     assert all(VERSION in step.metrics for step in own)
+    test_freq = overrides.get("trainer.test_freq", len(own))  # a validation has sent the weights of the next step
+    has_sent = [number == 0 or number % test_freq > 0 for number in range(len(own))]
+    assert [SENT <= step.metrics.keys() for step in own] == has_sent
     assert own[-1].metrics["actor/grad_norm"] > 0
 
 
@@ -103,12 +110,22 @@ def test_the_size_of_the_pool_changes_no_token(tmp_path: Path) -> None:
         assert torch.equal(one.batch["responses"].values, three.batch["responses"].values)
 
 
-@pytest.mark.slow
-def test_other_machines_get_the_weights_from_the_driver(tmp_path: Path) -> None:
-    (expected,) = run_ppo(tmp_path, {**GRPO, **OWN}, steps=1)
-    elsewhere = {"actor_rollout_ref.worker_cls": "support.own_roles:GeneratesElsewhere"}
+def test_only_other_machines_get_the_weights_from_the_driver(tmp_path: Path) -> None:
+    (expected,) = run_ppo(tmp_path, GRPO, steps=1)
+    elsewhere = {
+        "actor_rollout_ref.worker_cls": "support.own_roles:GeneratesElsewhere",
+        "+trainer.resource_pools.rollout.n_gpus_per_node": 2,
+    }
     (step,) = run_ppo(tmp_path, {**GRPO, **OWN, **elsewhere}, steps=1)
-    assert_equal([expected], [step])
+    assert torch.equal(step.batch["responses"].values, expected.batch["responses"].values)
+
+
+def test_an_actor_without_a_rollout_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CamshaftError, match="this worker does not generate, because actor_rollout_ref.hybrid_engine"),
+        PPOTrainer.open(ppo_config(tmp_path, {**GRPO, **OWN})) as trainer,
+    ):
+        trainer.parts.actor.sync_weights()
 
 
 def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
