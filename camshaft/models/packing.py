@@ -18,6 +18,15 @@ from torch import Tensor
 from camshaft.errors import EngineError
 
 
+def pad_tokens(tokens: Tensor, count: int) -> Tensor:
+    """Append `count` tokens, a segment of their own to which no other token attends.
+
+    They repeat the first token, because the embedding of a padding token may be zero, at which some layers have no
+    finite gradient.
+    """
+    return torch.cat([tokens, tokens[:1].expand(count)]) if count else tokens
+
+
 class PrefixSpan(NamedTuple):
     """Tokens of a prefix, and of all segments that continue it, which attend to the prefix."""
 

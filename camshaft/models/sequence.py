@@ -28,7 +28,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.attention import config_values
-from camshaft.models.packing import Packing
+from camshaft.models.packing import Packing, pad_tokens
 
 
 class SequenceSplit:
@@ -52,13 +52,12 @@ class SequenceSplit:
     def pad(self, tokens: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
         """Pad the packed tokens to a multiple of the group size.
 
-        The padding is an additional segment at the end, to which no other token attends. It repeats the first token,
-        because the embedding of a padding token may be zero, at which some layers have no finite gradient.
+        The padding is an additional segment at the end, to which no other token attends.
         """
         if packing.prefix_of is not None:
             raise EngineError("prefix sharing is not implemented for sequence parallelism; pack rows without prefix_of")
         extra = -len(tokens) % self.size
-        return torch.cat([tokens, tokens[:1].expand(extra)]), Packing([*packing.lengths, extra]) if extra else packing
+        return pad_tokens(tokens, extra), Packing([*packing.lengths, extra]) if extra else packing
 
     def share(self, positions: Tensor, count: int) -> "Share":
         """Assign the output positions, offsets among `count` tokens, to the ranks whose chunks contain them.

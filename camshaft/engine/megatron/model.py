@@ -40,7 +40,7 @@ from camshaft.models.packed import (
     unwrap,
     vocabulary_outputs,
 )
-from camshaft.models.packing import Packing
+from camshaft.models.packing import Packing, pad_tokens
 from camshaft.models.sequence import SequenceSplit
 
 
@@ -166,7 +166,7 @@ class MegatronModel(nn.Module):
         kwargs = packed_kwargs(Packing([*packing.lengths, extra]) if extra else packing, tokens.device)
         chunk = slice(None) if self.sequence is None else self.sequence.chunk(size)
         angles = self.angles(kwargs.pop("position_ids")[0, chunk])
-        local_tokens = F.pad(tokens, (0, extra))[chunk]
+        local_tokens = pad_tokens(tokens, extra)[chunk]
         if routing is not None:
             weights = F.pad(inputs.packing.row_counts() * (not routing.is_dummy), (0, extra))[chunk]
             routing.weights = self._local(to_device(weights, tokens.device))

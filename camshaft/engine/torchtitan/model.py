@@ -8,7 +8,6 @@ packed(tokens, packing, at, ("values",))                     # as `PackedModel`
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
@@ -18,7 +17,7 @@ from camshaft.engine.micro_batches import ModelInputs
 from camshaft.engine.torchtitan.families import PackedDecoder
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.packed import Head, HeadInputs, PackedModule, supports_prefix_sharing
-from camshaft.models.packing import Packing
+from camshaft.models.packing import Packing, pad_tokens
 
 WRAPPED = "_checkpoint_wrapped_module."
 """Prefix that activation checkpointing inserts into parameter names."""
@@ -68,7 +67,7 @@ class TitanModel(PackedModule):
         extra = -len(tokens) % self.token_multiple
         if extra:  # a segment at the end, to which no other token attends
             prefixes = None if packing.prefix_of is None else [*packing.prefix_of, None]
-            tokens, packing = F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra], prefixes)
+            tokens, packing = pad_tokens(tokens, extra), Packing([*packing.lengths, extra], prefixes)
         inputs = packed_kwargs(packing, tokens.device)
         positions = inputs.pop("position_ids")
         if self.sequence is not None:

@@ -21,7 +21,7 @@ from camshaft.errors import EngineError
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.loader import load_model
 from camshaft.models.packed import Head, PackedModel
-from camshaft.models.packing import Packing
+from camshaft.models.packing import Packing, pad_tokens
 from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
 
 LENGTHS = [7, 1, 13, 4, 2]  # 27 tokens: neither 2 nor 4 divides them
@@ -261,3 +261,9 @@ def test_a_part_has_the_tokens_of_its_rank():
     assert torch.equal(first["input_ids"].rows()[2], rows[2][:3])
     assert torch.equal(second["input_ids"].rows()[2], rows[2][3:])
     assert torch.equal(second["reward"], torch.arange(4) / 2)
+
+
+def test_padding_repeats_a_token_of_the_batch() -> None:
+    tokens = torch.tensor([7, 0, 3])
+    assert pad_tokens(tokens, 2).tolist() == [7, 0, 3, 7, 7]
+    assert pad_tokens(tokens, 0) is tokens
