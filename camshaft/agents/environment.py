@@ -218,7 +218,7 @@ class Host:
             value = 0.0
         else:
             value = await self._call(hosted, lambda: _attribute_reward(environment), {})
-        return Turn(None, _checked_reward(value, "the score"), True, time.perf_counter() - begin)
+        return Turn(None, checked_reward(value, "the score of the environment"), True, time.perf_counter() - begin)
 
     async def _use_tools(self, hosted: "_Hosted", answer: Answer) -> Turn:
         """Make the calls of an answer. Those of coroutine functions run at the same time."""
@@ -332,20 +332,21 @@ def _checked_turn(result: Any) -> Turn:
     if not isinstance(result, tuple) or len(result) != 3:
         raise RolloutError(f"{STEP} of the environment returned {_shorten(result)}; return (text, reward, done)")
     said, reward, done = result
-    number = _checked_reward(reward, f"the reward of {STEP}")
+    number = checked_reward(reward, f"the reward of {STEP} of the environment")
     said = _checked_said(said, STEP)
     if said is None and not done:
         raise RolloutError("step of the environment says nothing (None), but the episode is not done; return a text")
     return Turn(said, number, bool(done))
 
 
-def _checked_reward(reward: Any, subject: str) -> float:
+def checked_reward(reward: Any, subject: str) -> float:
+    """Return a reward as a number. Raise RolloutError if it is a text, another object, NaN or infinite."""
     try:
-        number = float(reward)
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RolloutError(f"{subject} of the environment is {_shorten(reward)}; return a finite number")
+        raise RolloutError(f"{subject} is {_shorten(reward)}; return a finite number")
     return number
 
 

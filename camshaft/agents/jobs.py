@@ -15,15 +15,14 @@ library.
 import contextlib
 import inspect
 import json
-import math
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from camshaft.agents.environment import Fault, Start, reset_arguments
-from camshaft.agents.messages import Source
-from camshaft.errors import CamshaftError, RolloutError
+from camshaft.agents.environment import Fault, Start, checked_reward, reset_arguments
+from camshaft.agents.messages import Source, read_columns
+from camshaft.errors import CamshaftError
 from camshaft.plugins import defined_functions, function_file, import_attribute, import_file, is_function
 
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -96,11 +95,7 @@ class Program(NamedTuple):
         """Return the columns of the data file that the program reads, or None for all, and those that it requires."""
         if self.function is None:
             return None, ()
-        parameters = list(inspect.signature(self.function).parameters.values())
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in _GIVEN]
-        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        required = tuple(p.name for p in named if p.default is p.empty)
-        return None if takes_all else tuple(p.name for p in named), required
+        return read_columns([list(inspect.signature(self.function).parameters.values())], _GIVEN)
 
 
 def load_program(source: Source, unpickle: Callable[[bytes], Any]) -> Program:
@@ -163,17 +158,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)  # arrays of numpy and torch
 
 
-def checked_reward(value: Any) -> float | None:
-    """Validate the result of a program."""
-    if value is None:
-        return None
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RolloutError(f"the program returned {repr(value)[:200]}; return a finite number or None")
-    return number
+def checked_result(value: Any) -> float | None:
+    """Return the result of a program as its reward, or None if it has none. Raise RolloutError for other objects."""
+    return None if value is None else checked_reward(value, "the result of the program")
 
 
 def last_reward(output: bytes) -> float | None:
@@ -182,7 +169,7 @@ def last_reward(output: bytes) -> float | None:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, int | float):
-                return checked_reward(value)
+                return checked_result(value)
             if isinstance(value, dict) and "reward" in value:
-                return checked_reward(value["reward"])
+                return checked_result(value["reward"])
     return None

@@ -26,7 +26,7 @@ from camshaft.agents.jobs import (
     Program,
     ProgramSpec,
     Stop,
-    checked_reward,
+    checked_result,
     kept_variables,
     last_reward,
     load_program,
@@ -193,7 +193,7 @@ def _start(program: Program, job: Job, lifeline: int, results: int, environment:
         os.environ.update(environment, **{URL_VARIABLE: job.base_url, KEY_VARIABLE: job.api_key})
         if program.function is None:
             _execute(program, job, results)
-        reward = checked_reward(_call(program.function, program.arguments(job, pickle.loads(job.start))))
+        reward = checked_result(_call(program.function, program.arguments(job, pickle.loads(job.start))))
         _write(results, {"reward": reward})
         status = 0
     except BaseException as error:

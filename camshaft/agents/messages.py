@@ -6,7 +6,7 @@ library.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -114,14 +114,14 @@ def load_environments(spec: Spec, unpickle: Callable[[bytes], Any]) -> tuple[Fun
 
 def describe(factories: Functions, functions: Functions, kwargs: Mapping[str, Any]) -> Loaded:
     """Return the columns and the tools of environments. A function that makes environments is called once."""
-    kinds = {
+    kinds: dict[str, Any] = {
         name: factory if inspect.isclass(factory) else type(factory(**kwargs)) for name, factory in factories.items()
     }
     forms = {name: form_of(kind, bool(functions)) for name, kind in kinds.items()}
     has_async_tool = any(map(inspect.iscoroutinefunction, functions.values()))
     return Loaded(
         None,
-        *read_columns(kinds),
+        *read_columns([list(inspect.signature(kind.reset).parameters.values())[1:] for kind in kinds.values()]),
         {name: schemas_of(kinds[name], form, functions) for name, form in forms.items()},
         tuple(name for name, form in forms.items() if form.is_async or has_async_tool),
         tuple(name for name, form in forms.items() if form.is_scored and kinds[name] is not NoEnvironment),
@@ -185,16 +185,15 @@ def _find_class(module: ModuleType, path: str, name: str) -> Any:
     return vars(module)[name]
 
 
-def read_columns(kinds: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Return the columns that `reset` of the environments reads, or None for all, and those that it requires."""
-    names: list[str] = []
-    required: list[str] = []
-    takes_all = False
-    for factory in kinds.values():
-        parameters = list(inspect.signature(factory.reset).parameters.values())[1:]
-        takes_all |= any(p.kind == p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        names += [p.name for p in named if p.name not in ("seed", "row_seed")]
-        required += [p.name for p in named if p.name in names and p.default is p.empty]
-    columns = None if takes_all else tuple(dict.fromkeys(names))
-    return columns, tuple(dict.fromkeys(required)) if len(kinds) == 1 else ()
+def read_columns(
+    functions: Sequence[Sequence[inspect.Parameter]], given: Sequence[str] = ("seed", "row_seed")
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the columns of the data file that functions read, or None for all, and those that a single one requires.
+
+    `functions` are their parameters, and `given` the names of parameters that are no columns.
+    """
+    parameters = [parameter for each in functions for parameter in each]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    required = tuple(p.name for p in named if p.default is p.empty) if len(functions) == 1 else ()
+    return None if takes_all else tuple(dict.fromkeys(p.name for p in named)), required

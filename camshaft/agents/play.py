@@ -14,16 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.calls import Answer
 from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
 from camshaft.agents.episode import Episode
-from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
-from camshaft.rollout import BaseRollout, SamplingParams
-from camshaft.rollout.sampling import restart_seeds
+from camshaft.rollout import BaseRollout, SamplingParams, WaveRow, generate_wave
 
 TRUNCATED = "...(truncated)..."
 """Text in place of the part of an environment's text that is left out."""
@@ -97,10 +93,9 @@ class _Game:
         self.questions = questions
         turns = self.environments.reset({number: question.start for number, question in enumerate(questions)})
         self.episodes = [self._begin(question, turns[number]) for number, question in enumerate(questions)]
-        seeds = torch.tensor([question.sampling_seed for question in questions], dtype=torch.int64)
         running = [number for number, episode in enumerate(self.episodes) if episode.stop_reason is None]
         while running:
-            answered = self._generate(running, seeds[running])
+            answered = self._generate(running)
             turns = self.environments.step({number: answer for number, (answer, _) in answered.items()})
             for number, (_, was_cut) in answered.items():
                 self._continue(self.episodes[number], self.questions[number], turns[number], was_cut)
@@ -135,31 +130,27 @@ class _Game:
             episode.stop_reason = "prompt"
         return episode
 
-    def _generate(self, running: Sequence[int], seeds: torch.Tensor) -> dict[int, tuple[str | Answer, bool]]:
+    def _generate(self, running: Sequence[int]) -> dict[int, tuple[str | Answer, bool]]:
         """Append an answer to each episode. Return the answers, and whether they reached a limit."""
-        episodes = [self.episodes[number] for number in running]
-        contexts = Ragged.from_rows([episode.prompt + episode.tokens for episode in episodes], torch.int64)
-        if not self.rollout.capabilities.continues_rows:
-            seeds = restart_seeds(seeds, torch.tensor([len(episode.tokens) for episode in episodes]))
-        limits = [self._answer_limit(episode) for episode in episodes]
-        # The limit of a call is that of the episode with the most space. Answers of the others are cut, which gives the
-        # tokens of a call with their own limits.
-        sampling = replace(self.sampling, max_tokens=max(limits))
-        kept: dict[str, Any] = {"row_ids": running} if self.rollout.capabilities.keeps_rows else {}
-        out = self.rollout.generate_sequences(contexts, sampling, seeds, **kept)
+        wave = [self._row(number) for number in running]
         answers: dict[int, tuple[str | Answer, bool]] = {}
-        cached = [0] * len(episodes) if out.num_cached is None else out.num_cached.tolist()
-        columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
-        for number, limit, num_cached, ids, log_probs, finished in zip(running, limits, cached, *columns, strict=True):
-            episode, tools = self.episodes[number], self.questions[number].tools
-            episode.num_recomputed += episode.num_computed - num_cached
-            tokens = ids[:limit].tolist()
-            if not tokens:
+        for number, sampled in zip(running, generate_wave(self.rollout, wave), strict=True):
+            episode = self.episodes[number]
+            episode.num_recomputed += episode.num_computed - sampled.num_cached
+            if not sampled.tokens:
                 raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
-            answer = self._add_answer(episode, tokens, log_probs[:limit].tolist(), tools)
+            answer = self._add_answer(episode, sampled.tokens, sampled.log_probs, self.questions[number].tools)
             episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
-            answers[number] = answer, not finished or len(ids) > limit
+            answers[number] = answer, sampled.reason == "length"
         return answers
+
+    def _row(self, number: int) -> WaveRow:
+        """Return the row of the next answer of an episode."""
+        episode, question = self.episodes[number], self.questions[number]
+        sampling = replace(self.sampling, max_tokens=self._answer_limit(episode))
+        return WaveRow(
+            number, episode.prompt + episode.tokens, sampling, question.sampling_seed, position=len(episode.tokens)
+        )
 
     def _add_answer(
         self, episode: Episode, tokens: list[int], log_probs: list[float], tools: Sequence[dict[str, Any]]

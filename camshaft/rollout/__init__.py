@@ -27,7 +27,7 @@ from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, Ro
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams, UnsupportedSampling
 from camshaft.rollout.sampling import mix_seeds, uniform_numbers
-from camshaft.rollout.stream import Answer, Stream, open_stream
+from camshaft.rollout.stream import Answer, Stream, WaveRow, generate_wave, open_stream
 from camshaft.rollout.weights.buckets import Assembler as Assembler
 from camshaft.rollout.weights.buckets import Bucket as Bucket
 from camshaft.rollout.weights.buckets import pack_buckets as pack_buckets
@@ -46,7 +46,9 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "UnsupportedSampling",
+    "WaveRow",
     "build_rollout",
+    "generate_wave",
     "mix_seeds",
     "open_stream",
     "rollout_class",

@@ -13,7 +13,7 @@ rollout with a method `open_stream` has a stream of its own.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Condition, Thread
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
@@ -111,17 +111,48 @@ def open_stream(rollout: BaseRollout) -> Stream:
     return rollout.open_stream() if isinstance(rollout, Streaming) else WaveStream(rollout)
 
 
-@dataclass(frozen=True)
-class _Request:
+class WaveRow(NamedTuple):
     """A requested answer."""
 
     row_id: RowId
     tokens: list[int]
+    """Context of the answer."""
     sampling: SamplingParams
     seed: int
-    generated: list[int]
+    """Seed of the row in all turns."""
     position: int
     """Number of tokens between the first context of the row and this answer."""
+    generated: Sequence[int] = ()
+    """Tokens of an interrupted answer that continues."""
+
+
+def generate_wave(rollout: BaseRollout, wave: Sequence[WaveRow]) -> list[Answer]:
+    """Generate the answers of rows whose sampling options differ in `max_tokens` only, in one call.
+
+    The call has the limit of the longest answer. Others are cut, which gives the tokens of a call with their own limit.
+    """
+    contexts = Ragged.from_rows([row.tokens for row in wave], torch.int64)
+    seeds = torch.tensor([row.seed for row in wave], dtype=torch.int64)
+    if not rollout.capabilities.continues_rows:
+        seeds = restart_seeds(seeds, torch.tensor([row.position for row in wave]))
+    sampling = replace(wave[0].sampling, max_tokens=max(row.sampling.max_tokens for row in wave))
+    options: dict[str, Any] = {}
+    if any(row.generated for row in wave):
+        options["generated"] = Ragged.from_rows([row.generated for row in wave], torch.int64)
+    if rollout.capabilities.keeps_rows:
+        options["row_ids"] = [row.row_id for row in wave]
+    version = rollout.version
+    out = rollout.generate_sequences(contexts, sampling, seeds, **options)
+    answers: list[Answer] = []
+    cached = [0] * len(wave) if out.num_cached is None else out.num_cached.tolist()
+    columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
+    for row, num_cached, ids, log_probs, finished in zip(wave, cached, *columns, strict=True):
+        limit = max(0, row.sampling.max_tokens - len(row.generated))
+        tokens = ids[:limit].tolist()
+        reason: Reason = "stop" if finished and len(ids) <= limit else "length"
+        versions = [version] * len(tokens)
+        answers.append(Answer(row.row_id, tokens, log_probs[:limit].tolist(), versions, reason, num_cached))
+    return answers
 
 
 class WaveStream(Stream):
@@ -132,8 +163,8 @@ class WaveStream(Stream):
         self._changed = Condition()
         self._first_lengths: dict[RowId, int] = {}
         """Length of the first context of each row."""
-        self._waiting: dict[RowId, _Request] = {}
-        self._running: dict[RowId, _Request] = {}
+        self._waiting: dict[RowId, WaveRow] = {}
+        self._running: dict[RowId, WaveRow] = {}
         self._ended: dict[RowId, Answer] = {}
         self._closed: list[RowId] = []
         """Closed rows of which the rollout may keep something."""
@@ -153,7 +184,7 @@ class WaveStream(Stream):
             if row_id in self._waiting or row_id in self._running or row_id in self._ended:
                 raise RolloutError(f"row {row_id} has an answer that has not been taken; take it before its next turn")
             position = len(tokens) - self._first_lengths.setdefault(row_id, len(tokens))
-            self._waiting[row_id] = _Request(row_id, list(tokens), sampling, seed, list(generated), position)
+            self._waiting[row_id] = WaveRow(row_id, list(tokens), sampling, seed, position, list(generated))
             self._changed.notify_all()
 
     def take(self, timeout: float) -> list[Answer]:
@@ -210,7 +241,7 @@ class WaveStream(Stream):
         try:
             while wave := self._next_wave():
                 self._close_rows()
-                for answer in self._generate(wave):
+                for answer in generate_wave(self._rollout, wave):
                     self._end(answer)
             self._closed += self._first_lengths
             self._close_rows()
@@ -225,7 +256,7 @@ class WaveStream(Stream):
             closed, self._closed = self._closed, []
         self._rollout.close_rows(closed)
 
-    def _next_wave(self) -> list[_Request]:
+    def _next_wave(self) -> list[WaveRow]:
         """Wait for requests, and return those with equal sampling options. Return none after `stop`."""
         with self._changed:
             while not self._is_stopped:
@@ -233,36 +264,11 @@ class WaveStream(Stream):
                 count = len(self._waiting)
                 self._changed.wait(GATHER_SECONDS)
                 if self._waiting and len(self._waiting) == count:
-                    options = next(_options(request) for request in self._waiting.values())
-                    wave = [request for request in self._waiting.values() if _options(request) == options]
-                    self._running = {request.row_id: self._waiting.pop(request.row_id) for request in wave}
+                    options = next(_options(row) for row in self._waiting.values())
+                    wave = [row for row in self._waiting.values() if _options(row) == options]
+                    self._running = {row.row_id: self._waiting.pop(row.row_id) for row in wave}
                     return wave
             return []
-
-    def _generate(self, wave: Sequence[_Request]) -> list[Answer]:
-        """Generate answers with the limit of the longest one, and cut the others, which gives the same tokens."""
-        contexts = Ragged.from_rows([request.tokens for request in wave], torch.int64)
-        seeds = torch.tensor([request.seed for request in wave], dtype=torch.int64)
-        if not self._rollout.capabilities.continues_rows:
-            seeds = restart_seeds(seeds, torch.tensor([request.position for request in wave]))
-        sampling = replace(wave[0].sampling, max_tokens=max(request.sampling.max_tokens for request in wave))
-        options: dict[str, Any] = {}
-        if any(request.generated for request in wave):
-            options["generated"] = Ragged.from_rows([request.generated for request in wave], torch.int64)
-        if self._rollout.capabilities.keeps_rows:
-            options["row_ids"] = [request.row_id for request in wave]
-        version = self._rollout.version
-        out = self._rollout.generate_sequences(contexts, sampling, seeds, **options)
-        answers: list[Answer] = []
-        cached = [0] * len(wave) if out.num_cached is None else out.num_cached.tolist()
-        columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
-        for request, num_cached, ids, log_probs, finished in zip(wave, cached, *columns, strict=True):
-            limit = max(0, request.sampling.max_tokens - len(request.generated))
-            tokens = ids[:limit].tolist()
-            reason: Reason = "stop" if finished and len(ids) <= limit else "length"
-            versions = [version] * len(tokens)
-            answers.append(Answer(request.row_id, tokens, log_probs[:limit].tolist(), versions, reason, num_cached))
-        return answers
 
     def _end(self, answer: Answer) -> None:
         with self._changed:
@@ -271,6 +277,6 @@ class WaveStream(Stream):
             self._changed.notify_all()
 
 
-def _options(request: _Request) -> SamplingParams:
-    """Return the sampling options of a request without its limit."""
-    return replace(request.sampling, max_tokens=1)
+def _options(row: WaveRow) -> SamplingParams:
+    """Return the sampling options of a row without its limit."""
+    return replace(row.sampling, max_tokens=1)
