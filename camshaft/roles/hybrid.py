@@ -57,8 +57,8 @@ class ActorRolloutRefWorker(Worker):
         """The rollout, unless it is on devices of its own (`hybrid_engine=false`)."""
         if self._rollout is None:
             raise RolloutError(
-                "this worker does not generate, because actor_rollout_ref.hybrid_engine=false gives the rollout devices "
-                "of its own; call the role of the rollout, or set actor_rollout_ref.hybrid_engine=true"
+                "this worker does not generate, because with actor_rollout_ref.hybrid_engine=false the rollout has "
+                "devices of its own; call the role of the rollout, or set actor_rollout_ref.hybrid_engine=true"
             )
         return self._rollout
 

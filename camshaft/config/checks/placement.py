@@ -16,9 +16,7 @@ def check_ppo_placement(config: PPOConfig) -> Iterator[Problem]:
     if not config.actor_rollout_ref.hybrid_engine:
         yield from _check_rollout_pool(config, pools)
         pools[ROLLOUT_KEY] = config.actor_rollout_ref.rollout.resource_pool
-        defined = {
-            name: size for name, size in config.pool_sizes().items() if name != GLOBAL_POOL or name in defined
-        }
+        defined = {name: size for name, size in config.pool_sizes().items() if name != GLOBAL_POOL or name in defined}
     yield from check_placement(config.trainer, defined, pools)
     workers = {"actor_rollout_ref": config.actor_rollout_ref.worker_cls, "critic": config.critic.worker_cls}
     for role, name in workers.items():

@@ -102,9 +102,7 @@ def test_forecast_has_a_time_limit(tmp_path: Path) -> None:
         plan_in_process(ppo_args(tmp_path), None, 0.1)
 
 
-def test_the_weights_for_a_rollout_on_other_devices_must_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_weights_for_a_rollout_on_other_devices_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ppo_config(tmp_path, {"actor_rollout_ref.hybrid_engine": False})
     assert [finding.status for finding in run.check_snapshot(config)] == ["OK"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

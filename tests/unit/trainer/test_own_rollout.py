@@ -72,7 +72,7 @@ def test_the_run_equals_that_of_the_hybrid_engine(case: tuple[str, str, str], tm
     assert all(VERSION in step.metrics for step in own)
     test_freq = overrides.get("trainer.test_freq", len(own))  # a validation has sent the weights of the next step
     has_sent = [number == 0 or number % test_freq > 0 for number in range(len(own))]
-    assert [SENT <= step.metrics.keys() for step in own] == has_sent
+    assert [step.metrics.keys() >= SENT for step in own] == has_sent
     assert own[-1].metrics["actor/grad_norm"] > 0
 
 
@@ -122,7 +122,7 @@ def test_only_other_machines_get_the_weights_from_the_driver(tmp_path: Path) -> 
 
 def test_an_actor_without_a_rollout_says_so(tmp_path: Path) -> None:
     with (
-        pytest.raises(CamshaftError, match="this worker does not generate, because actor_rollout_ref.hybrid_engine"),
+        pytest.raises(CamshaftError, match="this worker does not generate, because with actor_rollout_ref"),
         PPOTrainer.open(ppo_config(tmp_path, {**GRPO, **OWN})) as trainer,
     ):
         trainer.parts.actor.sync_weights()
