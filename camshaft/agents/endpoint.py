@@ -1,12 +1,13 @@
-"""An endpoint that speaks OpenAI's API, for programs that own the conversation.
+"""An OpenAI-compatible endpoint, for programs that own the conversation.
 
     with open_stream(rollout) as stream, Endpoint(stream, bridge, limits, sampling, model="policy") as endpoint:
         key = endpoint.open(question)
         program(base_url=endpoint.url, api_key=key)         # any program, with any client
         episodes = endpoint.close(key)                      # its conversations, as rows of exactly the sampled tokens
 
-A session is an API key. Requests of all sessions join one running batch. `sessions.py` has the rules by which requests
-become rows, and `wire.py` the forms of requests and replies. Keys are never part of a URL or a log.
+Each session has an API key. Requests of all sessions that wait are generated together; later ones wait for the next
+call of the rollout. `sessions.py` has the rules by which requests become rows, and `wire.py` the forms of requests and
+replies. Keys are never part of a URL or a log.
 """
 
 import hashlib

@@ -164,7 +164,8 @@ agent/tool_errors | calls | roles/episodes.py |
 agent/other_rows | rows | roles/episodes.py |
     Rows of the sessions of programs that are not trained on, because they are not the first of their session.
 agent/prompt_tokens_recomputed | tokens | roles/episodes.py |
-    Tokens of the history of an episode that were computed again for a later answer.
+    Tokens of the history of an episode that were computed again for a later answer. An upper bound for rollouts with a
+    prefix cache, whose hits it does not subtract.
 # generator against trainer
 rollout/log_prob_diff_{max,mean} | nats | algorithms/mismatch.py |
     Absolute difference |log pi_train - log pi_rollout| of the tokens.

@@ -184,7 +184,7 @@ DATASETS = Topic(
 )
 PROCESS_REWARDS = Topic(
     "Process rewards",
-    "Process rewards (PRM) are not implemented: a response has one score.",
+    "Process reward models (PRM) are not implemented: a reward model gives a response one score.",
     r"prm|prm_\w+|process_reward\w*|step_rewards?",
     ("prm", "process_reward", "process_reward_model"),
 )
@@ -194,7 +194,7 @@ PF_PPO = Topic(
 TRACES = Topic("Traces of rollouts", "Rollouts are not traced with Weave or MLflow.", r"weave|token2text")
 SERVING = Topic(
     "Serving",
-    "camshaft does not serve a model, and has no chat.",
+    "camshaft does not serve trained models, and has no chat.",
     names=("serve", "chat", "deploy", "api", "vllm", "sglang", "ollama"),
 )
 BENCHMARKS = Topic(

@@ -375,7 +375,7 @@ def test_a_reward_model_without_a_path_is_told_to_set_it(words):
     ("word", "expected"),
     [
         ("dpo", "Preference optimization"),
-        ("prm", "Process rewards (PRM) are not implemented"),
+        ("prm", "Process reward models (PRM) are not implemented"),
         ("packing", "batches are never padded"),
     ],
 )

@@ -109,6 +109,9 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shorter = {"steps=120": "steps=1", "n=32": "n=2"}
     lines = commands(tmp_path, script(tmp_path, "docs/agents.md"))
     for file in tmp_path.glob("block*.py"):
-        file.write_text(file.read_text("utf-8").replace("steps=120", "steps=1, n=2"), encoding="utf-8")
+        text = file.read_text("utf-8")
+        for word, other in shorter.items():
+            text = text.replace(word, other)
+        file.write_text(text, encoding="utf-8")
     run_here([[shorter.get(word, word) for word in line] for line in lines], monkeypatch)
     assert (tmp_path / "curves.png").stat().st_size
