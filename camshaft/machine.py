@@ -1,12 +1,14 @@
-"""Devices and optional libraries of this machine, from which the config chooses the values of `auto` keys.
+"""Devices, optional libraries and memory of this machine.
 
-    detect_machine()             # Machine(device="cuda", devices=8, libraries=frozenset({"vllm"}))
+    detect_machine()             # Machine(device="cuda", devices=8, libraries=frozenset({"vllm"})), for `auto` keys
+    memory_limit()               # bytes of the machine, or of the container
 
 On a machine without the device files of a GPU, torch is not imported.
 """
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -65,6 +67,50 @@ def describe_contention(ranks: int) -> tuple[str, str] | None:
         "torch then wait for each other, which can make a step many times slower"
     )
     return problem, f"set OMP_NUM_THREADS={fitting}, or stop these programs"
+
+
+def memory_limit() -> int:
+    """Return the memory of this machine or the limit of the container, whichever is smaller, in bytes."""
+    return min(memory_facts()["MemTotal"], cgroup_memory() or sys.maxsize)
+
+
+def available_memory() -> int:
+    """Return the memory that new processes can use without swapping, within the limit of the container, in bytes."""
+    available, limit = memory_facts()["MemAvailable"], cgroup_memory()
+    return available if limit is None else min(available, max(0, limit - _cgroup_memory_in_use()))
+
+
+def memory_facts() -> dict[str, int]:
+    """Return the entries of /proc/meminfo in bytes."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split(":", 1) for line in lines)
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def cgroup_memory() -> int | None:
+    """Return the memory limit of the container in bytes, or None."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        if (text := cgroup_file(name)) is not None and text.isdigit():
+            return int(text)
+    return None
+
+
+def _cgroup_memory_in_use() -> int:
+    """Return the memory that the container uses in bytes, without cached files that the kernel can drop."""
+    for folder, current, cached in (("", "memory.current", ""), ("memory/", "memory.usage_in_bytes", "total_")):
+        text = cgroup_file(f"{folder}{current}")
+        if text is not None and text.isdigit():
+            entries = dict(line.split() for line in (cgroup_file(f"{folder}memory.stat") or "").splitlines())
+            return int(text) - int(entries.get(f"{cached}inactive_file", 0))
+    return 0
+
+
+def cgroup_file(name: str) -> str | None:
+    """Return the text of a file that describes the limits of the container, or None."""
+    try:
+        return (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
 
 
 def has_device_files(patterns: Iterable[str], folder: Path = Path("/dev")) -> bool:

@@ -15,8 +15,8 @@ from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.tree import get
 from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
+from camshaft.machine import memory_limit
 from camshaft.planning.devices import GIB, device_memory
-from camshaft.planning.doctor.machine import memory_limit
 from camshaft.planning.engines import SIMULATED
 from camshaft.planning.generator import Generator, forecast_alone, forecast_generator, model_size
 from camshaft.planning.layers import Phase

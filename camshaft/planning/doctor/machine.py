@@ -8,14 +8,20 @@ import os
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
 
-from camshaft.machine import describe_contention, omp_threads
+from camshaft.machine import (
+    available_memory,
+    cgroup_file,
+    cgroup_memory,
+    describe_contention,
+    memory_facts,
+    omp_threads,
+)
 from camshaft.planning.doctor.findings import Check, Finding, fail, ok, warn
 from camshaft.planning.doctor.imports import (
     check_optional_packages,
@@ -80,8 +86,8 @@ def check_cpu(ranks: int = 1) -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Report the memory of the machine and the limit of the container."""
-    facts = _memory_facts()
-    total, available, limit = facts["MemTotal"], available_memory(), _cgroup_memory()
+    facts = memory_facts()
+    total, available, limit = facts["MemTotal"], available_memory(), cgroup_memory()
     note = ""
     if limit is not None and limit < total:
         note = f"; the container is limited to {_size(limit)}, and processes above the limit are killed"
@@ -108,55 +114,12 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
         yield ok("shared memory", message)
 
 
-def memory_limit() -> int:
-    """Return the memory of this machine or the limit of the container, whichever is smaller, in bytes."""
-    return min(_memory_facts()["MemTotal"], _cgroup_memory() or sys.maxsize)
-
-
-def available_memory() -> int:
-    """Return the memory that new processes can use without swapping, within the limit of the container, in bytes."""
-    available, limit = _memory_facts()["MemAvailable"], _cgroup_memory()
-    return available if limit is None else min(available, max(0, limit - _cgroup_memory_in_use()))
-
-
-def _memory_facts() -> dict[str, int]:
-    """Return the entries of /proc/meminfo in bytes."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    pairs = (line.split(":", 1) for line in lines)
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
-
-
-def _cgroup_memory() -> int | None:
-    """Return the memory limit of the container in bytes, or None."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        if (text := _cgroup_file(name)) is not None and text.isdigit():
-            return int(text)
-    return None
-
-
-def _cgroup_memory_in_use() -> int:
-    """Return the memory that the container uses in bytes, without cached files that the kernel can drop."""
-    for folder, current, cached in (("", "memory.current", ""), ("memory/", "memory.usage_in_bytes", "total_")):
-        text = _cgroup_file(f"{folder}{current}")
-        if text is not None and text.isdigit():
-            entries = dict(line.split() for line in (_cgroup_file(f"{folder}memory.stat") or "").splitlines())
-            return int(text) - int(entries.get(f"{cached}inactive_file", 0))
-    return 0
-
-
 def _cgroup_cores() -> float | None:
     """Return the number of cores that the container may use, or None."""
-    quota, _, period = (_cgroup_file("cpu.max") or "").partition(" ")
+    quota, _, period = (cgroup_file("cpu.max") or "").partition(" ")
     if not quota:
-        quota, period = _cgroup_file("cpu/cpu.cfs_quota_us") or "", _cgroup_file("cpu/cpu.cfs_period_us") or ""
+        quota, period = cgroup_file("cpu/cpu.cfs_quota_us") or "", cgroup_file("cpu/cpu.cfs_period_us") or ""
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _cgroup_file(name: str) -> str | None:
-    try:
-        return (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
 
 
 def _size(count: float) -> str:

@@ -27,17 +27,16 @@ from camshaft.controller.ray_cluster import find_cluster, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
 from camshaft.engine.optim import optimizer_class
 from camshaft.errors import CamshaftError
+from camshaft.machine import available_memory, memory_limit
 from camshaft.models.loader import has_tokenizer, load_tokenizer
 from camshaft.planning.doctor.findings import Check, Finding, collect, fail, ok, warn
 from camshaft.planning.doctor.imports import installed_versions
 from camshaft.planning.doctor.machine import (
-    available_memory,
     check_cpu,
     check_disks,
     check_folder,
     existing_parent,
     machine_checks,
-    memory_limit,
 )
 from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.generator import model_size

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from camshaft.models.attention import packed_kwargs
@@ -13,7 +12,7 @@ from camshaft.models.blockwise import Scores
 from camshaft.models.packing import Packing
 from camshaft.models.recurrent import RecurrentLayer
 from camshaft.rollout.builtin.kv_cache import KVCache
-from camshaft.rollout.builtin.steps import masked_attention
+from camshaft.rollout.builtin.steps import causal_mask, masked_attention
 
 MAX_QUERIES = 256
 """Maximum number of new tokens of a row whose attention is computed at once."""
@@ -109,22 +108,10 @@ class _Block:
         group = num_heads // key_heads
         # Query heads that share a key head form one longer query, so keys are not repeated.
         queries = query[0, :, self.tokens].transpose(0, 1).reshape(num_rows, key_heads, group * num_queries, -1)
-        mask = self._mask(scores.window, query.dtype).repeat(1, group, 1)[:, None]
-        if scores.softcap is None and sinks is None:
-            output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scores.scale)
-        else:
-            sinks = None if sinks is None else sinks.repeat_interleave(num_queries)
-            output = masked_attention(queries, keys, values, mask, scores, sinks)
+        mask = causal_mask(self.positions, self.num_positions, scores.window, query.dtype).repeat(1, group, 1)[:, None]
+        sinks = None if sinks is None else sinks.repeat_interleave(num_queries)
+        output = masked_attention(queries, keys, values, mask, scores, sinks)
         return output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2)[self.is_token]
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask (R, Q, L), 0 for visible and -inf for hidden positions."""
-        distance = self.positions[..., None] - torch.arange(self.num_positions, device=self.positions.device)
-        is_hidden = distance < 0
-        if window is not None:
-            is_hidden |= distance >= window
-        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
-        return mask.masked_fill_(is_hidden, -torch.inf)
 
 
 def _blocks(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:

@@ -1,7 +1,9 @@
 """Rows that a rollout keeps between calls, so that a later call computes only what has been added to them.
 
-    kept = KeptRows(max_bytes)
-    row = kept.take(row_id, context)         # the row and the number of its tokens that `context` begins with
+    kept = KeptRows()
+    resumed = kept.take(row_id, context)     # the row and the number of its tokens that `context` begins with
+    cache.write(slot, *resumed)
+    kept.release(resumed.row)                # counts until then
     kept.add(row_id, cache.read(slot, length))
     kept.set_tokens(row_id, tokens)
 
@@ -16,13 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from camshaft.machine import memory_limit
 from camshaft.rollout.builtin.kv_cache import CachedRow
 
 BUDGET_SHARE = 1 / 3
 """Share of the device memory for the KV cache that kept rows may use."""
 
 MACHINE_SHARE = 1 / 4
-"""Share of the main memory that kept rows may use on a CPU."""
+"""Share of the memory of the machine or container that the kept rows of all its ranks may use on a CPU."""
 
 
 class Resumed(NamedTuple):
@@ -41,13 +44,12 @@ class KeptRows:
         self.tokens: dict[Hashable, Tensor] = {}
         """Tokens of the rows that can be taken."""
         self.num_bytes = 0
-        self.max_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * MACHINE_SHARE
+        """Size of all rows, and of those that have been taken and not released."""
+        self.max_bytes = memory_limit() * MACHINE_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         """Maximum size of all rows. The size of the device's memory replaces that of the machine."""
 
-    def limit(self, budget: int | None) -> int | None:
-        """Reserve a share of the device memory for kept rows, and return the rest. None is unlimited memory."""
-        if budget is None:
-            return None
+    def limit(self, budget: int) -> int:
+        """Reserve a share of the device memory for kept rows, and return the rest."""
         self.max_bytes = budget * BUDGET_SHARE
         self._evict()
         return int(budget - self.max_bytes)
@@ -55,7 +57,7 @@ class KeptRows:
     def take(self, row_id: Hashable, context: Tensor) -> Resumed | None:
         """Remove a row. Return it if tokens at the beginning of `context` are those of the row.
 
-        A recurrent state is valid only if all tokens of the row are.
+        A recurrent state is valid only if all tokens of the row are. A returned row counts until it is released.
         """
         tokens = self.tokens.get(row_id)
         row = self._remove(row_id)
@@ -64,7 +66,14 @@ class KeptRows:
         size = min(len(tokens), len(context) - 1)  # the last token is computed, because its logits are needed
         differs = (tokens[:size] != context[:size]).nonzero()
         length = int(differs[0, 0]) if len(differs) else size
-        return None if length < (len(tokens) if row.states else 1) else Resumed(row, length)
+        if length < (len(tokens) if row.states else 1):
+            return None
+        self.num_bytes += row.num_bytes
+        return Resumed(row, length)
+
+    def release(self, row: CachedRow) -> None:
+        """Count a row that was taken no longer, because a slot contains it."""
+        self.num_bytes -= row.num_bytes
 
     def add(self, row_id: Hashable, row: CachedRow) -> None:
         """Keep a row, whose tokens must be set before it can be taken. Rows beyond `max_bytes` are dropped."""
@@ -83,10 +92,12 @@ class KeptRows:
             self._remove(row_id)
 
     def clear(self) -> None:
+        """Drop all rows, and no longer count those that were taken."""
         self.close(list(self._rows))
+        self.num_bytes = 0
 
     def _evict(self) -> None:
-        while self.num_bytes > self.max_bytes:
+        while self._rows and self.num_bytes > self.max_bytes:
             self._remove(next(iter(self._rows)))
 
     def _remove(self, row_id: Hashable) -> CachedRow | None:

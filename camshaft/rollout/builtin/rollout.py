@@ -11,6 +11,7 @@ KV cache of `kv_cache.py`. Weights that have the right dtype and device are shar
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,6 +66,8 @@ class TorchRollout(SharedModelRollout):
         self.kept = KeptRows()
         self.graphs = build_graph_decoder(self.decoder, self.cache, config, self.model)
         self.routers = self._find_routers() if config.enable_return_routed_experts else None
+        if self.routers is not None:  # the choices of kept tokens are not recorded
+            self.capabilities = replace(TORCH, keeps_rows=False)
 
     @property
     def casts_weights(self) -> bool:
@@ -95,14 +98,16 @@ class TorchRollout(SharedModelRollout):
         if not len(rows.prompts):
             return rows.complete(Generation.empty(prompts))
         ids = None if row_ids is None else self._open_ids(row_ids, rows)
-        num_slots = self._allocate_slots(rows.contexts.lengths + rows.limits, keeps=ids is not None)
+        num_slots = self._allocate_slots(
+            rows.contexts.lengths + rows.limits, keeps=ids is not None and self.routers is None
+        )
         request = GenerationRequest(rows, sampling, stop_ids, num_slots, strings, ids)
         recorder = None if self.routers is None else RoutingRecorder(self.routers, len(rows.prompts))
         decoder, kept = self.graphs or self.decoder, None if recorder is not None else self.kept
-        generation = Scheduler(decoder, self.cache, request, self.config, recorder, kept).generate()
         try:
+            generation = Scheduler(decoder, self.cache, request, self.config, recorder, kept).generate()
             check_finite(generation.log_probs)
-        except RolloutError:
+        except BaseException:
             self.cache.clear()  # masked positions must not contain NaN
             self.kept.clear()
             raise
@@ -133,9 +138,12 @@ class TorchRollout(SharedModelRollout):
         """Return the number of rows that are decoded at once, given their maximum lengths. Other rows wait."""
         num_rows = min(self.config.max_num_seqs, len(lengths))
         budget = self.cache_budget()
-        budget = self.kept.limit(budget) if keeps else budget
         if budget is None:
             return num_rows
+        if keeps:
+            budget = self.kept.limit(budget)
+        else:
+            self.kept.clear()  # the budget includes their memory
         if not self.cache.position_bytes:
             self._measure_cache()
         longest = int(lengths.max()) - 1

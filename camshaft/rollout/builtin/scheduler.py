@@ -175,6 +175,8 @@ class Scheduler:
             self.resumed.popleft()
             self.cache.reserve(self.num_slots + 1, length + len(new_tokens), num_live + len(rows))
             self.cache.write(num_live + len(rows), cached, length)
+            if self.kept is not None:
+                self.kept.release(cached)
             rows, tokens, starts = [*rows, row], [*tokens, new_tokens], [*starts, length]
         lengths = [len(new_tokens) for new_tokens in tokens]
         step = ExtendStep(self.cache, lengths, starts, num_live, self.device)

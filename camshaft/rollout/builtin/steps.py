@@ -137,11 +137,7 @@ class DecodeStep:
         grouped_query = query.reshape(num_rows, key.shape[1], -1, dim)
         keys = keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride())
         values = values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride())
-        mask = self._mask(scores.window, query.dtype)
-        if scores.softcap is None and sinks is None:
-            output = F.scaled_dot_product_attention(grouped_query, keys, values, attn_mask=mask, scale=scores.scale)
-        else:
-            output = masked_attention(grouped_query, keys, values, mask, scores, sinks)
+        output = masked_attention(grouped_query, keys, values, self._mask(scores.window, query.dtype), scores, sinks)
         return output.reshape(num_rows, 1, num_heads, -1)
 
     def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
@@ -157,23 +153,30 @@ class DecodeStep:
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the mask (B, 1, 1, positions), 0 for visible and -inf for hidden positions. All layers share it."""
         if window not in self.masks:
-            distance = self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
-            is_hidden = distance < 0
-            if window is not None:
-                is_hidden |= distance >= window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
-            mask.masked_fill_(is_hidden, -torch.inf)
-            self.masks[window] = mask[:, None, None]
+            self.masks[window] = causal_mask(self.positions, self.length, window, dtype)[:, None, None]
         return self.masks[window]
+
+
+def causal_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the mask (..., length) of tokens at `positions`, 0 for visible and -inf for hidden positions."""
+    distance = positions[..., None] - torch.arange(length, device=positions.device)
+    is_hidden = distance < 0
+    if window is not None:
+        is_hidden |= distance >= window
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return mask.masked_fill_(is_hidden, -torch.inf)
 
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention with soft-caps and sinks: (B, Hkv, G, D) and (B, Hkv, L, D) -> (B, Hkv, G, Dv).
+    """Compute attention: (B, Hkv, G, D) and (B, Hkv, L, D) -> (B, Hkv, G, Dv).
 
-    G query heads share a key head. `mask` is added to the scores, and the softmax is computed in float32 or wider.
+    G query heads share a key head. `mask` is added to the scores. With soft-caps or sinks, the softmax is computed in
+    float32 or wider.
     """
+    if scores.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
     z = (query * scores.scale @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))
     z = cap_scores(z, scores.softcap).add_(mask)
     if sinks is None:

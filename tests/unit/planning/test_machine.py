@@ -13,8 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from support.command_line import ROOT
 
+import camshaft.machine
 from camshaft.machine import describe_contention
-from camshaft.planning.doctor import imports, machine
+from camshaft.planning.doctor import imports
 from camshaft.planning.doctor.findings import Finding, collect, fail, ok, report, warn, worst
 from camshaft.planning.doctor.imports import _shadowing_files
 from camshaft.planning.doctor.machine import check_driver, check_network
@@ -175,8 +176,8 @@ def test_memory_in_use_by_the_container_is_not_available(
     for name in texts:
         if name.endswith("stat"):
             texts[name] = f"anon 1\n{'total_' * ('/' in name)}inactive_file {texts[name]}"
-    monkeypatch.setattr(machine, "_cgroup_file", texts.get)
-    assert machine.available_memory() == 7 << 20
+    monkeypatch.setattr(camshaft.machine, "cgroup_file", texts.get)
+    assert camshaft.machine.available_memory() == 7 << 20
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.5.0", "FAIL"), ("2.12.1+cpu", "OK")])

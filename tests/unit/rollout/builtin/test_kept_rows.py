@@ -9,6 +9,7 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin import kept_rows
 from camshaft.rollout.builtin.kept_rows import KeptRows
 from camshaft.rollout.builtin.kv_cache import CachedRow
 from camshaft.rollout.builtin.rollout import TorchRollout
@@ -73,13 +74,15 @@ def test_the_longest_idle_rows_are_dropped_first() -> None:
     for row_id in "abc":
         kept.add(row_id, row(256))
         kept.set_tokens(row_id, tokens)
-    assert kept.take("a", tokens) is not None
+    resumed = kept.take("a", tokens)
+    assert resumed is not None
+    kept.release(resumed.row)
     kept.add("a", row(256))
     kept.set_tokens("a", tokens)
     kept.add("d", row(256))
     assert kept.num_bytes == 768
     assert [kept.take(row_id, tokens) is not None for row_id in "abcd"] == [True, False, True, False]
-    assert kept.num_bytes == 0
+    assert kept.num_bytes == 512
 
 
 def test_a_row_counts_as_far_as_its_tokens_are_those_of_the_context() -> None:
@@ -101,9 +104,54 @@ def test_a_row_counts_as_far_as_its_tokens_are_those_of_the_context() -> None:
 def test_a_device_reserves_memory_for_kept_rows() -> None:
     kept = KeptRows()
     kept.add("a", row(640))
-    assert kept.limit(None) is None
     assert kept.limit(900) == 600
     assert kept.num_bytes == 0
+
+
+def test_a_row_counts_until_it_is_in_a_slot() -> None:
+    kept = KeptRows()
+    kept.max_bytes = 300
+    kept.add("a", row(256))
+    kept.set_tokens("a", torch.arange(5))
+    resumed = kept.take("a", torch.arange(6))
+    assert resumed is not None
+    kept.add("b", row(256))
+    assert kept.num_bytes == 256
+    kept.release(resumed.row)
+    kept.add("b", row(256))
+    assert kept.num_bytes == 256
+    kept.clear()
+    assert kept.num_bytes == 0
+
+
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rows, "memory_limit", lambda: 1600)
+    assert KeptRows().max_bytes == 400
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert KeptRows().max_bytes == 100
+
+
+def test_an_error_drops_all_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(case.rollout, TorchRollout)
+    converse(case, 2)
+    assert case.rollout.kept.num_bytes > 0
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(case.rollout.cache, "check_layers", fail)
+    with pytest.raises(MemoryError):
+        converse(case, 1)
+    assert case.rollout.kept.num_bytes == case.rollout.cache.num_bytes == 0
+
+
+def test_calls_without_ids_have_the_memory_of_a_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(case.rollout, TorchRollout)
+    converse(case, 2)
+    assert case.rollout.kept.num_bytes > 0
+    monkeypatch.setattr(case.rollout, "cache_budget", lambda: 1 << 24)
+    converse(case, 1, keep=False)
+    assert case.rollout.kept.num_bytes == 0
 
 
 @pytest.mark.parametrize("ids", [["a"], ["a", "a"]])

@@ -75,6 +75,14 @@ def test_choices_of_continued_rows_follow_those_of_earlier_calls(folder: Path) -
 
 
 @pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+def test_rows_are_not_kept_because_their_choices_are_not(folder: Path) -> None:
+    config = RolloutEngineConfig(model_path=str(folder), max_model_len=64)
+    assert TorchRollout(config).capabilities.keeps_rows
+    recording = config.model_copy(update={"enable_return_routed_experts": True})
+    assert not TorchRollout(recording).capabilities.keeps_rows
+
+
+@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
 def test_choices_do_not_change_tokens_and_are_omitted_by_default(folder: Path) -> None:
     prompts = Ragged.from_rows(tiny_rows([5, 4], seed=1))
     recorded, usual = generate(folder, prompts), generate(folder, prompts, enable_return_routed_experts=False)
