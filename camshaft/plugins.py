@@ -220,3 +220,25 @@ def defined_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
+
+
+def find_in_file(
+    path: str,
+    name: str,
+    noun: str,
+    setting: str,
+    candidates: Callable[[ModuleType], Mapping[str, Any]] = defined_functions,
+) -> Any:
+    """Return the attribute `name` of a Python file. An empty name selects the only one of the candidates.
+
+    Raise ConfigError if there is no such attribute. `noun` and `setting` say in errors what the attribute is, and which
+    key selects it.
+    """
+    module = import_file(path, noun)
+    found = candidates(module)
+    if not name and len(found) == 1:
+        name = next(iter(found))
+    if name not in vars(module):
+        fix = f"{setting}={path}:{next(iter(found), 'name')}"
+        raise ConfigError(f"{path} has no {noun} '{name}'; it defines {', '.join(found) or 'none'}. Set {fix}")
+    return vars(module)[name]

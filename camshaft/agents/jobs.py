@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from camshaft.agents.environment import Fault, Start, checked_reward, reset_arguments
 from camshaft.agents.messages import Source, read_columns
 from camshaft.errors import CamshaftError
-from camshaft.plugins import defined_functions, function_file, import_attribute, import_file, is_function
+from camshaft.plugins import find_in_file, function_file, import_attribute, is_function
 
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 """Environment variables of the run that a program gets, beside those whose names begin with LC_."""
@@ -105,7 +105,7 @@ def load_program(source: Source, unpickle: Callable[[bytes], Any]) -> Program:
     elif not is_function(source.target):
         return Program(None, _checked_command(source.target))
     elif path := function_file(source.target):
-        function = _find_function(path, source.target[len(path) + 1 :])
+        function = find_in_file(path, source.target[len(path) + 1 :], "program", "agent")
     else:
         function = import_attribute(source.target)
     if not callable(function):
@@ -130,18 +130,6 @@ def _checked_command(target: str) -> tuple[str, ...]:
             "package.module:function, or a command line whose program is on the PATH"
         )
     return command
-
-
-def _find_function(path: str, name: str) -> Any:
-    """Return the function `name` of a file, or its only one."""
-    module = import_file(path, "agent")
-    functions = defined_functions(module)
-    if not name and len(functions) == 1:
-        name = next(iter(functions))
-    if name not in vars(module):
-        found = f"its functions are {', '.join(functions)}" if functions else "it has no functions"
-        raise CamshaftError(f"{path} has no program '{name or 'function'}'; {found}. Set agent={path}:function")
-    return vars(module)[name]
 
 
 def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from camshaft.agents.calls import Answer
 from camshaft.agents.tools import NoEnvironment, form_of, schemas_of
 from camshaft.errors import CamshaftError
-from camshaft.plugins import defined_functions, find_target, import_attribute, import_file
+from camshaft.plugins import find_in_file, find_target, import_attribute
 
 GROUP = "camshaft.environments"
 """Group of the entry points of environments."""
@@ -145,9 +145,9 @@ def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any
     else:
         path, _, name = source.target.rpartition(":") if ".py:" in source.target else (source.target, "", "")
         if path.endswith(".py") and source.is_tool:
-            loaded = _find_function(import_file(path, "tools"), path, name)
+            loaded = find_in_file(path, name, "tool", "tools")
         elif path.endswith(".py"):
-            loaded = _find_class(import_file(path, "environment"), path, name)
+            loaded = find_in_file(path, name, "environment", "environment", _environments_of)
         else:
             target = find_target(source.target, {}, GROUP)
             if target is None:
@@ -162,27 +162,13 @@ def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any
     return loaded
 
 
-def _find_function(module: ModuleType, path: str, name: str) -> Any:
-    if name not in vars(module):
-        found = ", ".join(defined_functions(module)) or "none"
-        raise CamshaftError(f"{path} has no function '{name}'; its functions are {found}. Set tools={path}:name")
-    return vars(module)[name]
-
-
-def _find_class(module: ModuleType, path: str, name: str) -> Any:
-    """Return the class or function `name` of a file, or its only class with `reset`."""
-    classes = [
-        key
-        for key, value in vars(module).items()
+def _environments_of(module: ModuleType) -> dict[str, type]:
+    """Return the classes with `reset` that a module defines itself, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
         if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "reset")
-    ]
-    if not name and len(classes) == 1:
-        name = classes[0]
-    if name not in vars(module):
-        found = f"its environments are {', '.join(classes)}" if classes else "it has no class with reset"
-        fix = f"environment={path}:{classes[0] if classes else 'Class'}"
-        raise CamshaftError(f"{path} has no environment '{name or 'Class'}'; {found}. Set {fix}")
-    return vars(module)[name]
+    }
 
 
 def read_columns(

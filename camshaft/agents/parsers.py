@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from camshaft.agents.calls import Call, Parsed
 from camshaft.data.chat import render, special_token_ids
-from camshaft.errors import BatchError, ConfigError
-from camshaft.plugins import defined_functions, import_file, load_function
+from camshaft.errors import BatchError
+from camshaft.plugins import find_in_file, function_file, load_function
 
 GROUP = "camshaft.tool_parsers"
 """Group of the entry points of formats."""
@@ -131,13 +131,10 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _load_format(name: str) -> Format:
     """Return a format: a built-in one, an entry point, package.module:function, or file.py:function."""
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py"):
+    path = function_file(name)
+    if path is None:
         return load_function(name, FORMATS, GROUP)
-    functions = defined_functions(import_file(path, "tool parser"))
-    if function not in functions:
-        raise ConfigError(f"{path} has no function '{function}'; its functions are {', '.join(functions) or 'none'}")
-    return functions[function]
+    return find_in_file(path, name[len(path) + 1 :], "tool parser", "multi_turn.format")
 
 
 def _json_values(text: str) -> Iterator[Any]:

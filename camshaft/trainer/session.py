@@ -48,7 +48,7 @@ from camshaft.errors import ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.masking import printable
 from camshaft.models.loader import load_tokenizer
-from camshaft.plugins import defined_functions, import_attribute, import_file
+from camshaft.plugins import find_in_file, import_attribute
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
@@ -289,14 +289,7 @@ def load_hook(text: str) -> StepHook:
         hook = import_attribute(name or text)
     else:
         extend_import_path([str(Path(path).resolve().parent)])
-        module = import_file(path, "hook")
-        functions = defined_functions(module)
-        if name is None and len(functions) == 1:
-            name = next(iter(functions))
-        if name not in vars(module):
-            names = ", ".join(functions) or "none"
-            raise ConfigError(f"the hook {text} does not exist; set {path}:<function>, one of: {names}")
-        hook = vars(module)[name]
+        hook = find_in_file(path, name or "", "hook", "trainer.on_step")
     if not callable(hook):
         raise ConfigError(f"the hook {text} has type {type(hook).__name__}; set a function")
     try:
