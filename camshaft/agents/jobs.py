@@ -47,6 +47,25 @@ class ProgramSpec(NamedTuple):
     sys_path: list[str]
     """Module search path of the driver, which is appended to that of the process."""
 
+    @property
+    def reader(self) -> str:
+        """Reader of the columns of the data file, for errors."""
+        return f"the program {self.source.target}"
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.source,)
+
+    @property
+    def schemas(self) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """JSON schemas of tools: none, because a program sends its own."""
+        return {}
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Names of environments with a final score: none, because a program returns its score."""
+        return ()
+
 
 class Job(NamedTuple):
     """A program to run for an episode."""

@@ -63,6 +63,11 @@ class Spec(NamedTuple):
     is_described: bool = False
     """True if the previous three are known."""
 
+    @property
+    def reader(self) -> str:
+        """Reader of the columns of the data file, for errors."""
+        return f"reset of the environment {self.sources[0].target}"
+
     def described(self, loaded: "Loaded") -> "Spec":
         """Return the spec with what loading has found."""
         return self._replace(

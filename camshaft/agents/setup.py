@@ -97,8 +97,6 @@ def data_columns(spec: Spec | ProgramSpec, loaded: Loaded) -> tuple[str, ...] | 
     """Return the columns of the data file that the environments read; None for all columns."""
     if loaded.columns is None:
         return None
-    if not isinstance(spec, Spec):
-        return loaded.columns
     columns = (*loaded.columns, *([ENVIRONMENT] if len(spec.sources) > 1 else []))
     return (*columns, *([TOOLS] if any(spec.schemas.values()) else []))
 
@@ -118,17 +116,12 @@ def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataP
     if not len(rows):
         return
     columns = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
-    is_program = isinstance(spec, ProgramSpec)
     for name in loaded.required:
         if name not in columns and name not in ALWAYS_GIVEN:
-            target = spec.source.target if is_program else spec.sources[0].target
-            owner = f"the program {target}" if is_program else f"reset of the environment {target}"
             raise RolloutError(
-                f"{owner} has a parameter '{name}', but the data has no column '{name}'. Add the column, rename the "
-                "parameter, or give it a default"
+                f"{spec.reader} has a parameter '{name}', but the data has no column '{name}'. Add the column, rename "
+                "the parameter, or give it a default"
             )
-    if is_program:
-        return
     if "data_row" in rows and any(spec.schemas.values()):
         for number, row in enumerate(rows["data_row"]):
             if row.get(TOOLS) is not None:
@@ -143,7 +136,7 @@ def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataP
                 )
 
 
-def check_tools(value: Any, spec: Spec, location: str) -> tuple[str, ...]:
+def check_tools(value: Any, spec: Spec | ProgramSpec, location: str) -> tuple[str, ...]:
     """Return the names in the column `tools` of a row: names, or JSON schemas of functions.
 
     Raise RolloutError if one is not a tool of the run.

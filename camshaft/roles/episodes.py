@@ -75,6 +75,7 @@ class EpisodesWorker(RolloutWorker):
         return played.with_meta(metrics=played.meta_info["metrics"] | sync_metrics)
 
 
+@dataclass
 class EpisodePlayer(ABC):
     """Plays the rows of a batch."""
 
@@ -130,8 +131,6 @@ class EnvironmentPlayer(EpisodePlayer):
     """Plays with environments."""
 
     pool: EnvironmentPool
-    bridge: Bridge
-    limits: Limits
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
         questions = [question(row, self.pool.spec) for row in rows]
@@ -143,14 +142,12 @@ class ProgramPlayer(EpisodePlayer):
     """Lets programs play."""
 
     pool: ProgramPool
-    bridge: Bridge
-    limits: Limits
     allow_sampling: bool = False
     num_other_rows: int = 0
     """Number of rows of the last sessions behind their first ones."""
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
-        questions = [question(row) for row in rows]
+        questions = [question(row, self.pool.spec) for row in rows]
         arguments = self.bridge, self.limits, sampling, "policy", self.allow_sampling
         with open_stream(rollout) as stream, Endpoint(stream, *arguments) as endpoint:
             sessions = self.pool.play(endpoint, questions, self.limits.timeout)
@@ -192,8 +189,8 @@ def each_row(rows: DataProto) -> Sequence[dict[str, Any]]:
     return [{name: values[i] for name, values in lists.items()} for i in range(len(rows))]
 
 
-def question(row: dict[str, Any], spec: Spec | None = None) -> Question:
-    """Return the prompt, the environment, the tools and the seeds of a row. A program has no `spec`."""
+def question(row: dict[str, Any], spec: Spec | ProgramSpec) -> Question:
+    """Return the prompt, the environment, the tools and the seeds of a row."""
     data: dict[str, Any] = {
         "prompt": row["raw_prompt"],
         **row.get("data_row", {}),
@@ -201,8 +198,6 @@ def question(row: dict[str, Any], spec: Spec | None = None) -> Question:
     }
     seeds = torch.tensor([row["environment_seed"], row["sampling_seed"]], dtype=torch.int64)
     seed, row_seed = (mix_seeds(seeds) & (2**SEED_BITS - 1)).tolist()
-    if spec is None:
-        return Question(row["raw_prompt"], Start(data, seed, row_seed), row["sampling_seed"])
     names = [source.name for source in spec.sources] or [""]
     name = names[0] if len(names) == 1 else str(data.pop(ENVIRONMENT, None))
     schemas = spec.schemas.get(name, ())
