@@ -17,6 +17,7 @@ from camshaft.config.engine import EngineModel
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import DTYPES, load_config, model_folder, skeleton
+from camshaft.rollout.builtin.kept_rows import BUDGET_SHARE
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import SAMPLING_BYTES, cache_budget
 from camshaft.rollout.weights.transport import BUFFERS
@@ -63,6 +64,8 @@ def forecast_generator(config: PPOConfig, memory: int, resident: int, rows: int)
     name, engine = config.actor_rollout_ref.rollout.name, rollout_engine(config)
     if name not in GENERATORS:
         return None
+    if name == "torch" and config.plays_episodes():
+        return _builtin(engine, model_size(engine), memory, resident, rows, keeps_rows=True)
     return GENERATORS[name](engine, model_size(engine), memory, resident, rows)
 
 
@@ -118,8 +121,13 @@ def position_bytes(config: Any, itemsize: int) -> tuple[int, ...]:
 # -- the rollouts ---------------------------------------------------------------------------------
 
 
-def _builtin(config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int) -> Generator:
-    """The built-in generator: the weights are among those of the engine, and the KV cache uses free memory."""
+def _builtin(
+    config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int, keeps_rows: bool = False
+) -> Generator:
+    """The built-in generator: the weights are among those of the engine, and the KV cache uses free memory.
+
+    With `keeps_rows`, a share of this memory is for the rows that are kept between the answers of an episode.
+    """
     hf_config = load_config(
         model_folder(config.model_path, weights=False), config.trust_remote_code, config.override_config
     )
@@ -127,13 +135,19 @@ def _builtin(config: RolloutEngineConfig, size: ModelSize, memory: int, resident
     cache.position_bytes = dict(enumerate(size.position))
     budget = cache_budget(memory - resident, memory, config.gpu_memory_utilization, size.weights)
     row_bytes, longest = SAMPLING_BYTES * size.num_embeddings, config.max_model_len - 1
+    kept = 0
+    if keeps_rows:
+        share = int(budget * BUDGET_SHARE)
+        kept, budget = min(share, rows * longest * sum(size.position)), budget - share
     try:
         rows = cache.allocate(min(config.max_num_seqs, rows), longest, budget, row_bytes)
         slots, length = cache.num_slots, cache.length
     except RolloutError:  # not even one row fits
         rows, slots, length = 1, 2, longest
     keys_and_values = slots * length * sum(size.position)
-    return Generator(0, keys_and_values + rows * row_bytes, 0 if config.free_cache_engine else keys_and_values, rows)
+    return Generator(
+        0, keys_and_values + kept + rows * row_bytes, 0 if config.free_cache_engine else keys_and_values, rows
+    )
 
 
 def _process(config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int) -> Generator | None:

@@ -36,7 +36,7 @@ from camshaft.planning.engines import simulated
 from camshaft.planning.generator import keeps_tensors
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
 from camshaft.planning.tensor_memory import Part, TensorMemory
-from camshaft.roles import RMWorker, SFTWorker
+from camshaft.roles import RMWorker, RolloutWorker, SFTWorker
 from camshaft.rollout.builtin.cpu.linears import Layout, PackableLinear, choose_layout, is_layout_valid, packed_linears
 from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.trainer.build import role_classes
@@ -342,12 +342,22 @@ class _PPOTracer(Tracer):
                 self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:
-        """Generate responses. A forecast fills the KV cache first."""
-        rollout = self.worker.rollout
+        """Generate responses. A forecast fills the KV cache first.
+
+        With environments, it generates two answers to each prompt, and keeps rows of the maximum length between them.
+        """
+        worker: RolloutWorker = self.worker.rollout
+        rollout, config = self.worker.rollout.rollout, self.worker.rollout.rollout.config
+        plays = self.config.plays_episodes()
+        if plays:
+            worker.sync_weights()
         if self.is_forecast:
-            config = rollout.rollout.config
-            rollout.rollout.cache.reserve(min(config.max_num_seqs, len(batch)) + 1, config.max_model_len)
-        rollout.generate_sequences(batch.select("prompts"))
+            rollout.cache.reserve(min(config.max_num_seqs, len(batch)) + 1, config.max_model_len)
+        RolloutWorker.generate_sequences(worker, batch.select("prompts"))
+        if plays:
+            _kept = [rollout.cache.read(0, config.max_model_len) for _ in range(len(batch) * self.is_forecast)]
+            RolloutWorker.generate_sequences(worker, batch.select("prompts"))
+            worker.sleep_rollout()
 
     def _shorten_generation(self) -> None:
         """Generate two tokens per row, with weights packed as for responses of the maximum length."""

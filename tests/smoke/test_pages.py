@@ -71,6 +71,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("page", HERE)
 def test_the_code_of_a_page_runs(page: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"

@@ -125,6 +125,23 @@ def test_a_share_that_is_too_small_grows_to_one_row(folder: Path) -> None:
     assert generator.gen == 2 * parameters("7B") + row
 
 
+def test_rows_that_are_kept_between_answers_have_a_third_of_the_cache(folder: Path) -> None:
+    slot, sampling = 4096 * 28 * 2 * 4 * 128 * 2, 40 * MODELS["7B"]["vocab_size"]
+    budget = (10 * slot + 9 * sampling) * 3 // 2 + MIB
+    memory, free = 100 * GIB, budget * 10 // 9 + 2
+    config = config_of(
+        folder,
+        "actor_rollout_ref.rollout.name=torch",
+        "actor_rollout_ref.rollout.multi_turn.environment=my_package:Game",
+        "data.max_response_length=4032",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=1.0",
+    )
+    generator = forecast_generator(config, memory, resident=memory - free, rows=64)
+    assert generator is not None
+    assert generator.rows == 9
+    assert generator.gen == pytest.approx(10 * slot + 9 * sampling + budget / 3, abs=MIB)
+
+
 OWN = ("actor_rollout_ref.hybrid_engine=false", "+trainer.resource_pools.rollout.n_gpus_per_node=2")
 
 

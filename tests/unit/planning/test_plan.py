@@ -17,9 +17,10 @@ from torch._C._distributed_c10d import _get_work_registry_size
 
 from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
-from camshaft.config import PPOConfig, RMConfig, SFTConfig, compose
+from camshaft.config import PPOConfig, RMConfig, SFTConfig, compose, rollout_engine
 from camshaft.errors import ConfigError
 from camshaft.planning import plan as plan_module
+from camshaft.planning.generator import model_size
 from camshaft.planning.plan import compose_run, find_change, make_plan, process_growth
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, MODEL, Phase, forecast, measure
@@ -96,6 +97,18 @@ def test_prompts_of_the_data_are_planned_unless_their_length_is_set(folder: Path
     note = f"prompts of {assumed.data.max_prompt_length} tokens are assumed"
     assert assumed.data.max_prompt_length > 100
     assert [note in text for text in (str(notes), str(make_plan(assumed, None).notes))] == [False, True]
+
+
+@pytest.mark.slow
+def test_episodes_keep_rows(folder: Path) -> None:
+    words = arguments(folder, "actor_rollout_ref.rollout.ignore_eos=false", strategy="reference")
+    (single,) = compose(words, PPOConfig)
+    (config,) = compose([*words, "actor_rollout_ref.rollout.multi_turn.environment=my_package:Game"], PPOConfig)
+    peaks = [next(row.peak for row in make_plan(each, None).rows if row.phase == "gen") for each in (single, config)]
+    rollout = config.actor_rollout_ref.rollout
+    length = config.data.max_prompt_length + config.data.max_response_length
+    row = sum(model_size(rollout_engine(config)).position) * length
+    assert peaks[1] - peaks[0] == pytest.approx(config.data.train_batch_size * rollout.n * row, rel=0.2)
 
 
 def test_unsupported_engines_are_rejected(folder: Path) -> None:
