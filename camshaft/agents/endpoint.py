@@ -213,13 +213,13 @@ class Endpoint:
         choices = [self._named(choice, body) for choice in exchange.choices()]
         reply = write(choices, body, exchange.samples[0].identifier, self.model)
         sent = exchange.mark_written
-        if body.get("stream") and request.path != "/inference/v1/generate":
+        if body.get("stream"):
             return Reply(HTTPStatus.OK, wire.event_stream(reply, body), "text/event-stream", sent=sent)
         return json_reply(reply, sent=sent)
 
     def _named(self, choice: Choice, body: dict[str, Any]) -> Choice:
         """Add the texts of the tokens, if the request reads them."""
-        if not body.get("logprobs"):
+        if not wire.wants_log_probs(body):
             return choice
         return replace(choice, tokens=[str(self.policy.bridge.tokenizer.decode([token])) for token in choice.ids])
 
@@ -237,6 +237,8 @@ class Endpoint:
         return self._checked_ids(prompt, "prompt"), IdsForm(self.policy.bridge)
 
     def _ids(self, body: dict[str, Any]) -> Conversation:
+        if body.get("stream"):
+            raise Refused("stream is not supported for token ids: an answer is one reply; remove stream")
         return self._checked_ids(body.get("token_ids"), "token_ids"), IdsForm(self.policy.bridge)
 
     def _checked_ids(self, ids: Any, name: str) -> list[int]:

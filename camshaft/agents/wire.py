@@ -260,6 +260,11 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 # -- replies --------------------------------------------------------------------------------------
 
 
+def wants_log_probs(body: Mapping[str, Any]) -> bool:
+    """Return True if the reply contains log-probs. `logprobs: 0` asks for those of the sampled tokens, as 1 does."""
+    return body.get("logprobs") is not None and body["logprobs"] is not False
+
+
 def chat_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifier: str, model: str) -> dict[str, Any]:
     """Return the reply to a request of `/v1/chat/completions`."""
     return _reply("chat.completion", choices, body, identifier, model) | {
@@ -268,7 +273,7 @@ def chat_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifier: s
                 "index": index,
                 "message": _wire_message(choice.message),
                 "finish_reason": choice.finish_reason,
-                "logprobs": {"content": _log_probs(choice, body)} if body.get("logprobs") else None,
+                "logprobs": {"content": _log_probs(choice, body)} if wants_log_probs(body) else None,
                 **({"token_ids": choice.ids} if body.get("return_token_ids") else {}),
             }
             for index, choice in enumerate(choices)
@@ -278,14 +283,14 @@ def chat_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifier: s
 
 def completion_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifier: str, model: str) -> dict[str, Any]:
     """Return the reply to a request of `/v1/completions`, in which prompt ids are in each choice."""
-    wants_ids, wants_log_probs = body.get("return_token_ids"), body.get("logprobs") is not None
+    wants_ids = body.get("return_token_ids")
     return _reply("text_completion", choices, body, identifier, model) | {
         "choices": [
             {
                 "index": index,
                 "text": choice.message["content"],
                 "finish_reason": choice.finish_reason,
-                "logprobs": _completion_log_probs(choice, body) if wants_log_probs else None,
+                "logprobs": _completion_log_probs(choice, body) if wants_log_probs(body) else None,
                 **({"token_ids": choice.ids, "prompt_token_ids": choice.prompt_ids} if wants_ids else {}),
             }
             for index, choice in enumerate(choices)

@@ -361,6 +361,23 @@ def test_texts_are_continued(policy: Policy) -> None:
     assert policy.bridge.decode(row.tokens) == text.removeprefix("Guess: ") + " lower " + second["choices"][0]["text"]
 
 
+@pytest.mark.parametrize("option", [0, 1, True])
+def test_log_probs_of_texts_have_tokens(policy: Policy, option: int) -> None:
+    with policy.serve() as client:
+        _, reply = client.ask({"prompt": "Guess: ", "logprobs": option}, "/v1/completions")
+        (row,) = client.close()
+    log_probs = reply["choices"][0]["logprobs"]
+    assert log_probs["token_logprobs"] == row.log_probs
+    assert log_probs["tokens"] == [policy.tokenizer.decode([token]) for token in row.tokens]
+
+
+def test_a_stream_of_token_ids_is_refused(policy: Policy) -> None:
+    with policy.serve() as client:
+        status, reply = client.ask({"token_ids": [5, 6], "stream": True}, "/inference/v1/generate")
+        assert (status, client.close()) == (400, [])
+    assert "stream is not supported for token ids" in reply["error"]["message"]
+
+
 def test_token_ids_are_continued(policy: Policy) -> None:
     ids = policy.bridge.start(PROMPT)
     sampling = {"stop_token_ids": [policy.tokenizer.eos_token_id], "logprobs": 1, "skip_special_tokens": False}
