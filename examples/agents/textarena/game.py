@@ -10,13 +10,13 @@ class Game:
     def reset(self, seed):
         self.env, self.text = textarena.make(self.name), ""
         self.env.reset(num_players=1, seed=seed)
-        return self.observe()
+        return self._observe()
 
     def step(self, answer):
         done, _ = self.env.step(answer)
-        return (None, float(self.env.close()[0][0]), True) if done else (self.observe(), 0.0, False)
+        return (None, float(self.env.close()[0][0]), True) if done else (self._observe(), 0.0, False)
 
-    def observe(self):
+    def _observe(self):
         """Return what is new in the observation, which contains the earlier ones."""
         _, text = self.env.get_observation()
         new, self.text = text[len(self.text) :], text
