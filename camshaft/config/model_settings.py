@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
+from camshaft.config.families.support import text_values
 from camshaft.config.guards import is_list, is_mapping
 from camshaft.storage import is_url, read_json_object
 
@@ -144,8 +145,7 @@ def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | Non
         return None
     aliased = POSITION_KEYS if set(POSITION_KEYS) & override.keys() else ()
     values = {key: value for key, value in values.items() if key not in aliased} | dict(override)
-    text = values.get("text_config")
-    return ModelSettings({**values, **text} if is_mapping(text) else values)
+    return ModelSettings(text_values(values))
 
 
 class TokenizerSettings:
