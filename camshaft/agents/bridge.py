@@ -25,6 +25,8 @@ from camshaft.data.chat import NO_ARGUMENTS, Message, encode, join_parts, render
 from camshaft.errors import BatchError, RolloutError
 
 _LOCATION = "the messages of an environment"
+_MAX_HEADS = 64
+"""Maximum number of lists of tools for which the text of the fixed pair is kept."""
 _QUOTED = 60
 """Maximum number of characters of a quoted text."""
 
@@ -55,6 +57,7 @@ class Bridge:
         self._pair: list[Message] = [_user("x"), _assistant(self._marker)]
         _, _, tail = self._render(self._pair, (), add_generation_prompt=False).partition(self._marker)
         ends: list[Any] = [*self._encode(tail)[:1], tokenizer.eos_token_id]
+        self._heads = functools.lru_cache(_MAX_HEADS)(self._render_heads)
         self._end_ids = self.special_ids.intersection(ends)
         """Tokens with which the template ends an answer."""
 
@@ -117,18 +120,27 @@ class Bridge:
 
         Behind the marker, the rest of the answer follows, which was sampled, and then the end of the answer.
         """
-        prompt = self._render(pair[:1], tools)
-        before, _, rest = self._render(pair, tools, add_generation_prompt=False).partition(self._marker)
         text = self._render([*pair, *messages], tools)
         head, marker, tail = text.partition(self._marker)
-        rest = self._rest_of_call(rest) if "tool_calls" in pair[-1] else ""
+        is_same, rest = head in self._heads(json.dumps(tools)), ""
+        if pair is not self._pair:
+            before, _, rest = self._render(pair, tools, add_generation_prompt=False).partition(self._marker)
+            is_same, rest = is_same or head == before, self._rest_of_call(rest)
+        elif not is_same:  # the template may have written another date
+            is_same = head in self._render_heads(json.dumps(tools))
         if not marker or self._marker in tail or not tail.startswith(rest):
             raise TemplateRewrites(
                 f"the chat template formats an answer that messages follow as {_quote(text)}; set data.chat_template "
                 "to one that writes answers as they are"
             )
         self._check_written(pair, messages, tools, tail)
-        return head in (before, prompt), self._encode(tail[len(rest) :])
+        return is_same, self._encode(tail[len(rest) :])
+
+    def _render_heads(self, tools: str) -> tuple[str, str]:
+        """Return the text before the answer of the fixed pair, as a prompt and as the last message."""
+        schemas = json.loads(tools)
+        before, _, _ = self._render(self._pair, schemas, add_generation_prompt=False).partition(self._marker)
+        return self._render(self._pair[:1], schemas), before
 
     def _rest_of_call(self, rest: str) -> str:
         """Return the text of a call behind its last argument, without the end of the answer."""

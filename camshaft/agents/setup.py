@@ -155,19 +155,20 @@ def check_tools(value: Any, spec: Spec | ProgramSpec, location: str) -> tuple[st
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "x"}
 
 
-def report_template(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolSchemas, call_format: str) -> None:
+def report_template(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolSchemas, call_format: str) -> int:
     """Raise an error if the chat template cannot continue a conversation, and log what it changes in a history.
 
-    `schemas` are those of the tools of each environment.
+    `schemas` are those of the tools of each environment. Return the largest number of tokens that describe them.
     """
     bridge = Bridge(tokenizer, arguments, call_format)
     bridge.parser  # noqa: B018 - an unknown format is an error
+    added = num_tool_tokens(bridge, schemas)
     tools = next((tools for tools in schemas.values() if tools), ())
     if tools:
         name = tools[0]["function"]["name"]
         call = Call(name, {"a": "x"}).message(0, 0)
         bridge.after([_RESULT | {"name": name, "tool_call_id": call["id"]}], True, tools, [call])
-        if not num_tool_tokens(tokenizer, arguments, schemas):
+        if not added:
             logger.warning(
                 "the chat template does not describe the tools %s to the policy; set data.chat_template to one that "
                 "reads 'tools'",
@@ -181,13 +182,14 @@ def report_template(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolS
             "sampled; a chat server that formats each request with the template shows the model another one",
             changed,
         )
+    return added
 
 
-def num_tool_tokens(tokenizer: Any, arguments: Mapping[str, Any], schemas: ToolSchemas) -> int:
+def num_tool_tokens(bridge: Bridge, schemas: ToolSchemas) -> int:
     """Return the largest number of tokens with which the chat template describes the tools of an environment."""
-    bridge, messages = Bridge(tokenizer, arguments), [{"role": "user", "content": "x"}]
-    plain = len(bridge.start(messages))
-    return max((len(bridge.start(messages, tools)) - plain for tools in schemas.values()), default=0)
+    messages = [{"role": "user", "content": "x"}]
+    counts = [len(bridge.start(messages, tools)) for tools in schemas.values() if tools]
+    return max(counts) - len(bridge.start(messages)) if counts else 0
 
 
 def episode_chat(data: ChatTemplateConfig) -> ChatTemplateConfig:

@@ -25,7 +25,6 @@ from camshaft.agents.setup import (
     episode_chat,
     episode_inputs,
     join_columns,
-    num_tool_tokens,
     open_environments,
     report_template,
 )
@@ -219,13 +218,16 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def _open_environments(self, passed: Sequence[Source]) -> tuple[Spec | ProgramSpec, Loaded] | None:
         """Load the environments of the run, and check the chat template, in a run with environments."""
+        self._num_tool_tokens = 0
         if not self.config.plays_episodes():
             return None
         section = self.config.actor_rollout_ref.rollout.multi_turn
         has_others = self.config.needs_function() or self.config.reward_model.enable
         output = self.folder / "environments/output.log"
         spec, loaded = open_environments(section, passed, output, has_others)
-        report_template(self.tokenizer, self.config.data.chat_template_kwargs, loaded.schemas, section.format)
+        self._num_tool_tokens = report_template(
+            self.tokenizer, self.config.data.chat_template_kwargs, loaded.schemas, section.format
+        )
         return spec, loaded
 
     def _load_prompts(self, config: PPOConfig) -> None:
@@ -241,9 +243,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        schemas = {} if self.environments is None else self.environments[1].schemas
-        added = num_tool_tokens(self.tokenizer, config.data.chat_template_kwargs, schemas) if schemas else 0
-        self.config = fit_prompts(self.config, [prompts, self.val_prompts], added)
+        self.config = fit_prompts(self.config, [prompts, self.val_prompts], self._num_tool_tokens)
         for prompts, key in ((self.loader.data, "data.train_files"), (self.val_prompts, "data.val_files")):
             try:
                 if config.needs_function() and not self.reward:

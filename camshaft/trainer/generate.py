@@ -24,7 +24,6 @@ from camshaft.agents.setup import (
     episode_chat,
     episode_inputs,
     join_columns,
-    num_tool_tokens,
     open_environments,
     report_template,
 )
@@ -70,13 +69,15 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.tokenizer: Any = load_tokenizer(
             config.tokenizer_path(), config.model.trust_remote_code, data.chat_template
         )
+        num_tool_tokens = 0
         self.environments = None
         """Environments, and the columns that they read; None for single responses."""
         reward_columns: tuple[str, ...] | None = None if any(function.path for function in custom.selected()) else ()
         if config.plays_episodes():
             section = config.rollout.multi_turn
             self.environments = open_environments(section, (), has_other_rewards=custom.is_named())
-            report_template(self.tokenizer, data.chat_template_kwargs, self.environments[1].schemas, section.format)
+            schemas = self.environments[1].schemas
+            num_tool_tokens = report_template(self.tokenizer, data.chat_template_kwargs, schemas, section.format)
             reward_columns = join_columns(reward_columns, data_columns(*self.environments))
         options = PromptOptions(
             max_prompt_length=config.rollout.prompt_length,
@@ -92,9 +93,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
-        schemas = {} if self.environments is None else self.environments[1].schemas
-        added = num_tool_tokens(self.tokenizer, data.chat_template_kwargs, schemas) if schemas else 0
-        self.config = fit_prompts(config, [self.prompts], added)
+        self.config = fit_prompts(config, [self.prompts], num_tool_tokens)
         if custom.is_named():
             check_scorable(self.prompts, custom)
         if self.environments is not None:
