@@ -5,9 +5,9 @@
 
 It reads `raw_prompt`, `sampling_seed`, `environment_seed` and the columns of the data that the environments read, and
 replaces the column `prompts`, because `reset` may add to it. Beside the columns of `rollout.py`, it writes
-`stop_reason`, `turns`, `env_scores`, `env_failure` and `transcript`. If the session of a program has several rows, the
-first one is that of the batch; the others are counted. Everything behind the prompt is in `responses`,
-and `response_mask` is true for sampled tokens.
+`stop_reason`, `turns`, `env_scores`, `env_failure`, `transcript` and `answer_options`. If the session of a program has
+several rows, the first one is that of the batch; the others are counted. Everything behind the prompt is in
+`responses`, and `response_mask` is true for sampled tokens.
 """
 
 import functools
@@ -227,4 +227,5 @@ def episode_columns(episodes: Sequence[Episode], prompts: Ragged, tokenizer: Pre
         "stop_reason": [episode.stop_reason for episode in episodes],
         "env_failure": [None if episode.fault is None else str(episode.fault) for episode in episodes],
         "transcript": [episode.messages for episode in episodes],
+        "answer_options": [episode.sampling for episode in episodes],
     }

@@ -210,14 +210,18 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
 
 
 def conversations(batch: DataProto) -> list[str]:
-    """Return the messages of each episode as JSON, with the `reward` of each answer."""
+    """Return the messages of each episode as JSON, with `reward` and the options `sampling` of each answer."""
     columns = (batch.ragged(name).rows() for name in ("response_mask", "env_scores"))
     texts: list[str] = []
-    for messages, mask, scores in zip(batch["transcript"], *columns, strict=True):
+    for messages, options, mask, scores in zip(batch["transcript"], batch["answer_options"], *columns, strict=True):
         is_end = mask & ~torch.cat([mask[1:], mask.new_zeros(1)])
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        rewards = dict(zip(reversed(answers), reversed(scores[is_end].tolist()), strict=False))
-        rows = [{**message, "reward": rewards[i]} if i in rewards else message for i, message in enumerate(messages)]
+        added: dict[int, dict[str, Any]] = {number: {} for number in answers}
+        for number, reward in zip(reversed(answers), reversed(scores[is_end].tolist()), strict=False):
+            added[number]["reward"] = reward
+        for number, changed in zip(reversed(answers), reversed(options), strict=False):
+            added[number] |= {"sampling": changed} if changed else {}
+        rows = [{**message, **added.get(number, {})} for number, message in enumerate(messages)]
         texts.append(_escape(_JSON.encode(rows)))
     return texts
 

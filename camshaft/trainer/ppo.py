@@ -55,7 +55,7 @@ DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
     *("score_parts", "score_failure", "sum_pi_squared"),
-    *("env_scores", "env_failure", "stop_reason", "transcript", "turns"),
+    *("env_scores", "env_failure", "stop_reason", "transcript", "answer_options", "turns"),
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 

@@ -64,7 +64,7 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     run_ppo(tmp_path, game, steps=1)
     of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
     others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
-    episodes = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript")
+    episodes = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript", "answer_options")
     others = others.union(of_players[0].select("environment_seed", "is_padding")).union(episodes)
     batch = as_sequences(batches[0].union(others))
     selected = ("selected_tokens", "high_entropy")

@@ -19,6 +19,7 @@ from camshaft.errors import ConfigError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.roles.episodes import EpisodePlayer, ProgramPlayer
 from camshaft.tracking.run_folder import read_samples
+from camshaft.tracking.samples import conversations
 
 ROLLOUT, TURNS = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.multi_turn"
 EPISODES: dict[str, Any] = {
@@ -104,6 +105,15 @@ def test_the_first_row_of_a_session_is_trained_on(home: Path, tmp_path: Path) ->
     (step,) = run_ppo(home, program(tmp_path, "ask([{'role': 'user', 'content': 'x'}])"), steps=1)
     assert_equal_episodes(step.batch, expected.batch)
     assert step.metrics["agent/other_rows"] == len(step.batch)
+
+
+def test_sampling_options_of_answers_are_in_the_samples(home: Path, tmp_path: Path) -> None:
+    client = CLIENT.replace("def ask(", "def ask_coldly(").replace('"model":', '"temperature": 0.5, "model":')
+    text = client + PROGRAM.replace("answer = ask(", "answer = ask_coldly(")
+    (step,) = run_ppo(home, {**program(tmp_path, text=text), f"{TURNS}.allow_sampling": True}, steps=1)
+    assert list(step.batch["answer_options"]) == [[{}, {"temperature": 0.5}]] * len(step.batch)
+    for messages in map(json.loads, conversations(step.batch)):
+        assert [message.get("sampling") for message in messages] == [None, None, None, {"temperature": 0.5}]
 
 
 @pytest.mark.slow
