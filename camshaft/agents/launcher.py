@@ -118,7 +118,9 @@ class _Running:
             raise
         self._results, results, lifeline, self._lifeline = descriptors
         if not self._pid:
-            _start(program, job, lifeline, results, {**kept_variables(os.environ), MARK: self._mark})
+            # The mark of the worker finds the program if the guard of this process is killed.
+            marks = {MARK: self._mark, guard.MARK: os.environ[guard.MARK]}
+            _start(program, job, lifeline, results, {**kept_variables(os.environ), **marks})
         os.close(results)
         os.close(lifeline)
         os.set_blocking(self._results, False)

@@ -215,6 +215,25 @@ def test_the_time_of_an_episode_is_limited(make: Make) -> None:
     assert pool.num_failures == 0
 
 
+KILL_GUARD_OF_LAUNCHER = """
+def solve(base_url, api_key):
+    import os, signal, subprocess, time
+    pid = os.getpid()
+    for _ in range(3):  # the guard of the program, the launcher, and its guard
+        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    subprocess.Popen(SLEEP, start_new_session=True)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(600)
+"""
+
+
+def test_programs_end_with_a_killed_guard_of_their_launcher(make: Make) -> None:
+    (episode,) = play(make(program=KILL_GUARD_OF_LAUNCHER.replace("SLEEP", SLEEP)), ["nothing"])
+    assert episode.fault is not None
+    assert "the process that starts programs" in episode.fault.message
+    assert not left_running()
+
+
 def test_a_program_that_cannot_be_started_has_failed(make: Make) -> None:
     limit = "import os, resource\ncount = len(os.listdir('/proc/self/fd'))\n"
     limit += "resource.setrlimit(resource.RLIMIT_NOFILE, (count + 1, count + 1))\n"  # a program has two pipes
