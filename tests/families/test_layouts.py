@@ -30,6 +30,7 @@ KINDS = {
     "qwen3_moe": "sequence",  # experts
     "qwen2_moe": "tensor",  # and a shared expert
     "deepseek_v3": "sharded",  # latent attention and experts
+    "deepseek_v4": "sharded",  # weights that short rows do not use
     "youtu": "tensor",  # latent attention
     "gemma2": "sequence",  # soft-caps
     "gpt_oss": "sequence",  # attention sinks

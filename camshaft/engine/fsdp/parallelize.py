@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ def shard(
     check_dtypes(packed)
     units = list(units_of(packed, options.wrap_policy))
     for unit in units:
+        use_all_weights(unit)
         if options.use_torch_compile:
             unit.compile(dynamic=True)  # the graphs exclude the hooks of FSDP, which torch does not trace
         fully_shard(unit, **arguments, reshard_after_forward=options.reshard_after_forward)
@@ -57,6 +58,38 @@ def shard(
         units_in_order = [unit for unit in packed.modules() if unit in set(units)]
         for unit, next_unit in itertools.pairwise(units_in_order):
             cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, next_unit)])
+
+
+def use_all_weights(unit: nn.Module) -> None:
+    """Give the weights of compressors a gradient of zero on ranks whose rows are too short for them.
+
+    Ranks reduce the gradients of a unit together, and would reduce different weights.
+    """
+    modules = [module for module in unit.modules() if hasattr(module, "compress_rate")]
+    if not modules:
+        return
+
+    def add_zeros(_unit: nn.Module, _args: Any, output: Any) -> Any:
+        weights = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
+        if isinstance(output, tuple):
+            return (_UseWeights.apply(output[0], *weights), *output[1:])
+        return _UseWeights.apply(output, *weights)
+
+    unit.register_forward_hook(add_zeros)  # before `fully_shard`, whose hook frees the weights
+
+
+class _UseWeights(torch.autograd.Function):
+    """Returns its first argument, and gives the others gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes]
+        return (*gradients, *zeros)
 
 
 def check_dtypes(packed: PackedModel) -> None:
