@@ -193,6 +193,13 @@ def create_store(host: str, world: int | None, timeout: timedelta) -> TCPStore:
         return TCPStore(host, port, world, **options, master_listen_fd=listener.detach())
 
 
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group of gloo, which has threads and connections, unless that has been done."""
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # it was destroyed with the default process group
+            dist.destroy_process_group(group)
+
+
 def leave_group() -> None:
     """Destroy the default process group, if it is initialized."""
     if dist.is_initialized():

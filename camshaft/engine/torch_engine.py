@@ -21,6 +21,7 @@ import contextlib
 import logging
 import secrets
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -37,6 +38,7 @@ from camshaft.config.engine import EngineConfig, OptimConfig
 from camshaft.dataproto import DataProto
 from camshaft.device import (
     available_device,
+    destroy_group,
     host_backend,
     join_group,
     random_states,
@@ -135,6 +137,7 @@ class TorchEngine(BaseEngine):
         self.checkpoint_group = group = cast(
             dist.ProcessGroup, dist.new_group(backend=host_backend(), timeout=SAVE_TIMEOUT)
         )
+        weakref.finalize(self, destroy_group, group).atexit = False
         return group
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:

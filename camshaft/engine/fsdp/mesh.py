@@ -74,7 +74,7 @@ class Meshes:
     data: dist.ProcessGroup | None
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
     """Create the meshes of a layout. Engines share them, because each process group costs memory and start-up time.
 

@@ -56,7 +56,7 @@ class Meshes:
         return _create_meshes(dist.group.WORLD, layout, device.type)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
     """Create the meshes of `layout`, cached by `world` too, because it may be destroyed and created again."""
     sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicas, "dp_shard": layout.shards, "tp": layout.tensor}
