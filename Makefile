@@ -72,6 +72,8 @@ PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
 AGENTS := .venv-agents
 AGENTS_INSTALLED := $(AGENTS)/.installed
+VERIFIERS := .venv-verifiers
+VERIFIERS_INSTALLED := $(VERIFIERS)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
@@ -156,6 +158,11 @@ $(PAGE_INSTALLED): $(INSTALLED) requirements-page.txt
 $(AGENTS_INSTALLED): $(INSTALLED) requirements-agents.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(AGENTS) -r requirements-agents.txt
 	touch $(AGENTS_INSTALLED)
+
+$(VERIFIERS_INSTALLED): requirements-verifiers.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install -q --no-deps -r requirements-verifiers.txt
+	touch $(VERIFIERS_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -285,7 +292,7 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
 
-test-agents: $(AGENTS_INSTALLED)
+test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m openai tests/openai_client
 
 test-families: $(INSTALLED)
@@ -369,4 +376,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VERIFIERS) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -120,7 +120,10 @@ class Dropping:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            request_queue_size = CLIENTS  # a refused connection would be another repetition
+
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
 
