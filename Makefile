@@ -86,7 +86,7 @@ GPU_ENV := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) OMP_NUM_THREADS=1
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
-SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page and not hub and not openai
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page and not hub and not agents
 # Tests of the CUDA code path on tensors of another device. Where Triton is installed, they take the path of its kernels.
 WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
 NIGHTLY := tests/packaging tests/unit/benchmarks tests/smoke/test_closed_pipe.py tests/smoke/test_notebook.py \
@@ -292,8 +292,8 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
 
-test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m openai tests/openai_client
+test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED) $(TRL_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m agents tests/agent_packages
 
 test-families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)

@@ -17,7 +17,7 @@ from support.endpoints import LIMITS, PROMPT, SAMPLING, Client, HigherLower, Pol
 from camshaft.agents.environment import Host, Start
 from camshaft.agents.play import Question, play
 
-pytestmark = pytest.mark.openai
+pytestmark = pytest.mark.agents
 CLIENTS = 64
 
 

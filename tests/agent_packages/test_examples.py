@@ -22,7 +22,7 @@ from camshaft.agents.play import Question, play
 from camshaft.agents.programs import ProgramPool
 from camshaft.rollout import open_stream
 
-pytestmark = pytest.mark.openai
+pytestmark = pytest.mark.agents
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "agents"
 PACKAGES = ROOT / ".venv-agents"
