@@ -23,6 +23,7 @@ import re
 import select
 import socket
 import socketserver
+import stat
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ from camshaft.errors import ConfigError
 MAX_FIELDS = 1000
 """Maximum number of parameters in the URL of a request."""
 _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
+_PROBE_SECONDS = 2.0
+"""Time in which a server accepts a connection to its Unix socket."""
 _BEARER = re.compile(r"^Bearer +(\S+) *$", re.IGNORECASE)
 
 
@@ -107,7 +110,15 @@ class LocalServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, service: Service, limits: Limits, port: int = 0, socket_path: Path | None = None):
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits,
+        port: int = 0,
+        socket_path: Path | None = None,
+        socket_option: str = "socket_path",
+    ):
+        """Open the server. `socket_option` is the option of a command that sets `socket_path`, for errors."""
         self.service, self.limits, self.socket_path = service, limits, socket_path
         self.request_queue_size = limits.connections
         self._idle: dict[Any, None] = {}
@@ -118,10 +129,10 @@ class LocalServer(ThreadingHTTPServer):
         if socket_path is None:
             super().__init__(("127.0.0.1", port), _Handler)
         else:
-            self._open_socket(socket_path)
+            self._open_socket(socket_path, socket_option)
 
-    def _open_socket(self, path: Path) -> None:
-        _remove_unused_socket(path)
+    def _open_socket(self, path: Path, option: str) -> None:
+        _remove_unused_socket(path, option)
         self.address_family = socket.AF_UNIX
         super().__init__(str(path), _Handler, bind_and_activate=False)  # pyright: ignore
         previous = os.umask(0o177)
@@ -129,6 +140,7 @@ class LocalServer(ThreadingHTTPServer):
             self.server_bind()
         finally:
             os.umask(previous)
+        self._socket_file = path.lstat()
         self.server_activate()
 
     def server_bind(self) -> None:
@@ -150,7 +162,7 @@ class LocalServer(ThreadingHTTPServer):
             self._thread.join()
         super().server_close()
         if self.socket_path is not None:
-            self.socket_path.unlink(missing_ok=True)
+            _remove_socket(self.socket_path, self._socket_file)
         with self._lock:
             connections = [*self._idle, *self._busy]
         for connection in connections:
@@ -326,14 +338,28 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _remove_unused_socket(path: Path) -> None:
-    """Remove the socket that a killed server left behind."""
-    if path.is_symlink() or not path.is_socket() or path.stat().st_uid != os.geteuid():
+def _remove_unused_socket(path: Path, option: str) -> None:
+    """Remove the socket that a killed server left behind. Raise ConfigError if a server still has it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         return
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_SECONDS)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
+            _remove_socket(path, found)
+            return
+        except OSError:  # a server that is busy, or a socket of another type
+            pass
+    raise ConfigError(f"{path} is the socket of another program; set another {option}")
+
+
+def _remove_socket(path: Path, found: os.stat_result) -> None:
+    """Remove a socket unless another one has taken its place."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.lstat(), found):
             path.unlink()
-        else:
-            raise ConfigError(f"{path} is the socket of another program; set another --socket")

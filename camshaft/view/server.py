@@ -143,7 +143,7 @@ class PageServer(LocalServer):
     def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
         self.page = Page(folders)
         self.token = secrets.token_urlsafe(24)
-        super().__init__(self, Limits(MAX_CONNECTIONS), port, socket_path)
+        super().__init__(self, Limits(MAX_CONNECTIONS), port, socket_path, "--socket")
         self.cookie = f"camshaft_{self.server_port}"
         """Name of the cookie. Cookies of all ports of a host are sent to each of them."""
 

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from camshaft.errors import ConfigError
 from camshaft.http import Limits, LocalServer, Reply, Request, bearer_token, json_reply
 
 SECONDS = 0.6
@@ -240,3 +242,38 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_the_socket_of_a_busy_server_is_not_removed(echo: Echo, tmp_path: Path) -> None:
+    path = tmp_path / "busy.sock"
+    with socket.socket(socket.AF_UNIX) as busy, contextlib.ExitStack() as stack:
+        busy.bind(str(path))
+        busy.listen(0)
+        for _ in range(4):  # more than the queue holds
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(str(path))
+        failed: list[Exception] = []
+
+        def start() -> None:
+            try:
+                LocalServer(echo, LIMITS, socket_path=path, socket_option="--socket")
+            except ConfigError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=start, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert [str(error) for error in failed] == [f"{path} is the socket of another program; set another --socket"]
+    assert path.is_socket()
+
+
+def test_a_server_leaves_the_socket_that_replaced_its_own(echo: Echo, tmp_path: Path) -> None:
+    path = tmp_path / "page.sock"
+    with LocalServer(echo, LIMITS, socket_path=path):
+        path.rename(tmp_path / "moved.sock")
+        second = LocalServer(echo, LIMITS, socket_path=path)
+    assert path.is_socket()
+    second.server_close()
+    assert not path.exists()
