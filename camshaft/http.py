@@ -4,7 +4,7 @@
         def refuse(self, request): return None if bearer_token(request) == KEY else Reply(403, b"wrong key")
         def answer(self, request): return json_reply({"path": request.path})
 
-    with LocalServer(Hello(), Limits()) as server:
+    with LocalServer(Hello(), ServerLimits()) as server:
         server.start()                      # in a thread; or server.serve_forever()
         server.server_port
 
@@ -46,7 +46,7 @@ _BEARER = re.compile(r"^Bearer +(\S+) *$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of a server."""
 
     connections: int = 64
@@ -113,7 +113,7 @@ class LocalServer(ThreadingHTTPServer):
     def __init__(
         self,
         service: Service,
-        limits: Limits,
+        limits: ServerLimits,
         port: int = 0,
         socket_path: Path | None = None,
         socket_option: str = "socket_path",

@@ -34,7 +34,7 @@ class Parsed(NamedTuple):
         return tuple(call.error for call in self.calls if call.error is not None)
 
 
-class Answer(NamedTuple):
+class PolicyAnswer(NamedTuple):
     """An answer of a policy that has tools."""
 
     text: str

@@ -28,8 +28,7 @@ from camshaft.agents.play import Limits, Question
 from camshaft.agents.sessions import Idle, Policy, Session
 from camshaft.agents.wire import Choice, Refused
 from camshaft.errors import BatchError, RolloutError
-from camshaft.http import Limits as HttpLimits
-from camshaft.http import LocalServer, Reply, Request, bearer_token, json_reply
+from camshaft.http import LocalServer, Reply, Request, ServerLimits, bearer_token, json_reply
 from camshaft.rollout import SamplingParams, Stream, UnsupportedSampling
 
 CONNECTIONS = 1024
@@ -79,7 +78,7 @@ class Endpoint:
         self._error: RolloutError | None = None
         """Error with which the rollout has failed."""
         self._is_stopped = threading.Event()
-        self._server = LocalServer(self, HttpLimits(CONNECTIONS, MAX_BODY))
+        self._server = LocalServer(self, ServerLimits(CONNECTIONS, MAX_BODY))
         self._server.start()
         self._thread = threading.Thread(target=self._receive, name="endpoint", daemon=True)
         self._thread.start()

@@ -18,9 +18,9 @@
 There is nothing to inherit from. Methods may be coroutine functions. An object serves one episode at a time, and
 `reset` may be called again. What `step` says is a text, which becomes a user message, or a list of messages.
 
-Instead of `step`, an environment may have tools (`tools.py`). An answer is then an `Answer`. Its calls are made in the
-order of the text, those of coroutine functions at the same time, and their results are messages with the role tool. An
-answer without calls ends the episode, and `get_reward` or the attribute `reward` is its score.
+Instead of `step`, an environment may have tools (`tools.py`). An answer is then a `PolicyAnswer`. Its calls are made in
+the order of the text, those of coroutine functions at the same time, and their results are messages with the role tool.
+An answer without calls ends the episode, and `get_reward` or the attribute `reward` is its score.
 """
 
 import inspect
@@ -29,7 +29,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from camshaft.agents.calls import Answer, Call, call_id
+from camshaft.agents.calls import Call, PolicyAnswer, call_id
 from camshaft.agents.random_state import RandomState, Seeded
 from camshaft.agents.tools import STEP, Form, error_text, form_of, text_of
 from camshaft.errors import RolloutError
@@ -105,7 +105,7 @@ class Environments(Protocol):
         """Begin episodes."""
         ...
 
-    def step(self, answers: Mapping[int, str | Answer]) -> Mapping[int, Turn | Fault]:
+    def step(self, answers: Mapping[int, str | PolicyAnswer]) -> Mapping[int, Turn | Fault]:
         """Continue episodes with answers."""
         ...
 
@@ -156,7 +156,7 @@ class Host:
     def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
         return self._each({number: self.begin(number, start) for number, start in starts.items()})
 
-    def step(self, answers: Mapping[int, str | Answer]) -> dict[int, Turn | Fault]:
+    def step(self, answers: Mapping[int, str | PolicyAnswer]) -> dict[int, Turn | Fault]:
         return self._each({number: self.reply(number, answer) for number, answer in answers.items()})
 
     def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
@@ -196,13 +196,13 @@ class Host:
         self._hosted[number] = hosted
         return Turn(_checked_said(said, "reset"), seconds=time.perf_counter() - begin)
 
-    async def reply(self, number: int, answer: str | Answer) -> Turn:
+    async def reply(self, number: int, answer: str | PolicyAnswer) -> Turn:
         """Continue an episode with an answer."""
         hosted, begin = self._hosted[number], time.perf_counter()
-        if isinstance(answer, Answer) and answer.calls:
+        if isinstance(answer, PolicyAnswer) and answer.calls:
             turn = await self._use_tools(hosted, answer)
         elif hosted.form.has_step:
-            text = answer.text if isinstance(answer, Answer) else answer
+            text = answer.text if isinstance(answer, PolicyAnswer) else answer
             turn = _checked_turn(await self._call(hosted, hosted.environment.step, {}, text))
         else:
             turn = Turn(done=True)
@@ -220,7 +220,7 @@ class Host:
             value = await self._call(hosted, lambda: _attribute_reward(environment), {})
         return Turn(None, checked_reward(value, "the score of the environment"), True, time.perf_counter() - begin)
 
-    async def _use_tools(self, hosted: "_Hosted", answer: Answer) -> Turn:
+    async def _use_tools(self, hosted: "_Hosted", answer: PolicyAnswer) -> Turn:
         """Make the calls of an answer. Those of coroutine functions run at the same time."""
         started = [self._start_call(hosted, call) for call in answer.calls]
         waiting = [result for result in started if not isinstance(result, _Result)]

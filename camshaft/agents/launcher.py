@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from camshaft.agents.environment import Fault
+from camshaft.agents.host import fault_of
 from camshaft.agents.jobs import (
     KEY_VARIABLE,
     URL_VARIABLE,
@@ -33,7 +34,6 @@ from camshaft.agents.jobs import (
     row_json,
 )
 from camshaft.agents.messages import Loaded
-from camshaft.agents.program import fault_of
 from camshaft.errors import CamshaftError
 from camshaft.subprocesses import STOP_SIGNALS, extend_import_path
 from camshaft.workers import guard, processes

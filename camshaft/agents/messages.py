@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from camshaft.agents.calls import Answer
+from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.tools import NoEnvironment, form_of, schemas_of
 from camshaft.errors import CamshaftError
 from camshaft.plugins import find_in_file, find_target, import_attribute
@@ -19,7 +19,7 @@ GROUP = "camshaft.environments"
 """Group of the entry points of environments."""
 
 
-Reply = str | Answer | None
+Reply = str | PolicyAnswer | None
 """What an environment receives: an answer, or None to read its score."""
 
 
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 def num_calls(reply: Reply) -> int:
     """Return the number of calls of user code that a reply needs."""
-    return max(1, len(reply.calls)) if isinstance(reply, Answer) else 1
+    return max(1, len(reply.calls)) if isinstance(reply, PolicyAnswer) else 1
 
 
 Functions = dict[str, Callable[..., Any]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from camshaft.agents.bridge import Bridge
-from camshaft.agents.calls import Answer
+from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
 from camshaft.agents.episode import Episode
 from camshaft.errors import RolloutError
@@ -130,10 +130,10 @@ class _Game:
             episode.stop_reason = "prompt"
         return episode
 
-    def _generate(self, running: Sequence[int]) -> dict[int, tuple[str | Answer, bool]]:
+    def _generate(self, running: Sequence[int]) -> dict[int, tuple[str | PolicyAnswer, bool]]:
         """Append an answer to each episode. Return the answers, and whether they reached a limit."""
         wave = [self._row(number) for number in running]
-        answers: dict[int, tuple[str | Answer, bool]] = {}
+        answers: dict[int, tuple[str | PolicyAnswer, bool]] = {}
         for number, sampled in zip(running, generate_wave(self.rollout, wave), strict=True):
             episode = self.episodes[number]
             episode.num_recomputed += episode.num_computed - sampled.num_cached
@@ -154,7 +154,7 @@ class _Game:
 
     def _add_answer(
         self, episode: Episode, tokens: list[int], log_probs: list[float], tools: Sequence[dict[str, Any]]
-    ) -> str | Answer:
+    ) -> str | PolicyAnswer:
         """Append an answer, and return what the environment receives."""
         if not tools:
             text = self.bridge.decode(tokens)
@@ -164,7 +164,7 @@ class _Game:
         calls = [call.message(episode.turns, number) for number, call in enumerate(parsed.calls)]
         parts = {"tool_calls": calls} if calls else {}
         thinking = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
-        answer = Answer(parsed.content, parsed.calls, episode.turns)
+        answer = PolicyAnswer(parsed.content, parsed.calls, episode.turns)
         episode.add_answer(tokens, log_probs, parsed.content, **parts, **thinking)
         return answer
 

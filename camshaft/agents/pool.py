@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from camshaft.agents.calls import Answer as PolicyAnswer
+from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.environment import Fault, Start, Turn
 from camshaft.agents.messages import Call, Loaded, Reply, Spec, num_calls
 from camshaft.errors import RolloutError
@@ -35,7 +35,7 @@ from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait, describe_process
 from camshaft.workers.messages import Ready
 from camshaft.workers.worker import CANCEL_SECONDS, Answer, Worker, close_all, wait_for
 
-_PROGRAM = "camshaft.agents.program"
+_MODULE = "camshaft.agents.host"
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class EnvironmentPool:
 
     def _start(self, slot: int) -> _Process:
         write: Callable[[bytes], object] = OutputStream(self._output).write
-        process = _Process(_PROGRAM, self.spec, self.spec.start_timeout, write)
+        process = _Process(_MODULE, self.spec, self.spec.start_timeout, write)
         process.slot = slot
         self._processes.append(process)
         return process

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.errors import CamshaftError
-from camshaft.http import Limits, LocalServer, Reply, Request, json_reply
+from camshaft.http import LocalServer, Reply, Request, ServerLimits, json_reply
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
 from camshaft.view.differences import differing_keys, ignored_keys, key_columns
@@ -143,7 +143,7 @@ class PageServer(LocalServer):
     def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
         self.page = Page(folders)
         self.token = secrets.token_urlsafe(24)
-        super().__init__(self, Limits(MAX_CONNECTIONS), port, socket_path, "--socket")
+        super().__init__(self, ServerLimits(MAX_CONNECTIONS), port, socket_path, "--socket")
         self.cookie = f"camshaft_{self.server_port}"
         """Name of the cookie. Cookies of all ports of a host are sent to each of them."""
 

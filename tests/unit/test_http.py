@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from camshaft.errors import ConfigError
-from camshaft.http import Limits, LocalServer, Reply, Request, bearer_token, json_reply
+from camshaft.http import LocalServer, Reply, Request, ServerLimits, bearer_token, json_reply
 
 SECONDS = 0.6
-LIMITS = Limits(connections=8, body=1000, seconds=SECONDS)
+LIMITS = ServerLimits(connections=8, body=1000, seconds=SECONDS)
 LONG = b"x" * 100
 
 

@@ -213,3 +213,11 @@ def test_a_class_that_cannot_be_pickled_is_an_error() -> None:
 
     with pytest.raises(RolloutError, match="cannot be sent"):
         pickle_environments(Locked)
+
+
+def test_the_traceback_of_a_fault_begins_in_the_environment(make: Make) -> None:
+    program = "class Game:\n    def reset(self):\n        raise ValueError('x')\n    def step(self, answer): ..."
+    fault = make(program=program).reset({0: Start({})})[0]
+    assert isinstance(fault, Fault)
+    frames = re.findall(r'File "(.+)"', fault.trace)
+    assert [Path(frame).name for frame in frames] == ["game0.py"]

@@ -9,7 +9,7 @@ import pytest
 from support.pages import blocks
 from transformers.utils.chat_template_utils import get_json_schema
 
-from camshaft.agents.calls import Answer, Call, Parsed
+from camshaft.agents.calls import Call, Parsed, PolicyAnswer
 from camshaft.agents.environment import Fault, Host, Start, Turn
 from camshaft.agents.messages import Source, Spec
 from camshaft.agents.pool import EnvironmentPool
@@ -55,8 +55,8 @@ def double(number: int) -> int:
     return 2 * number
 
 
-def answer(*calls: Call) -> Answer:
-    return Answer("", calls)
+def answer(*calls: Call) -> PolicyAnswer:
+    return PolicyAnswer("", calls)
 
 
 def host(kind: Any = Counter, **options: Any) -> Host:
@@ -102,7 +102,7 @@ def test_failed_calls_are_told_to_the_policy() -> None:
 def test_an_answer_without_calls_ends_the_episode_with_its_score() -> None:
     played = host()
     played.step({0: answer(Call("add", {"number": 2}))})
-    (turn,) = played.step({0: Answer("done")}).values()
+    (turn,) = played.step({0: PolicyAnswer("done")}).values()
     (score,) = played.score([0]).values()
     assert isinstance(turn, Turn)
     assert isinstance(score, Turn)
@@ -148,7 +148,7 @@ def test_functions_are_tools_beside_step() -> None:
 
     played = host(Talk, functions={"double": double})
     assert contents(played.step({0: answer(Call("double", {"number": 4}))})[0]) == ["8"]
-    assert contents(played.step({0: Answer("eight")})[0]) == ["You said eight."]
+    assert contents(played.step({0: PolicyAnswer("eight")})[0]) == ["You said eight."]
 
 
 def test_a_row_chooses_its_tools() -> None:

@@ -106,7 +106,7 @@ def _wait(call: Coroutine[Any, Any, Any]) -> Any:
 def _trace(error: BaseException) -> str:
     """Format the traceback from the first frame of user code on."""
     trace = error.__traceback__
-    while trace is not None and "camshaft" in trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "camshaft":
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     return _printable(text)[-_TRACE_CHARACTERS:].strip()
