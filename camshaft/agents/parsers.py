@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from camshaft.agents.calls import Call, Parsed
+from camshaft.config.schema.agents import FORMAT_KEY
 from camshaft.data.chat import render, special_token_ids
 from camshaft.errors import BatchError
 from camshaft.plugins import find_in_file, function_file, load_function
@@ -134,7 +135,7 @@ def _load_format(name: str) -> Format:
     path = function_file(name)
     if path is None:
         return load_function(name, FORMATS, GROUP)
-    return find_in_file(path, name[len(path) + 1 :], "tool parser", "multi_turn.format")
+    return find_in_file(path, name[len(path) + 1 :], "tool parser", FORMAT_KEY)
 
 
 def _json_values(text: str) -> Iterator[Any]:

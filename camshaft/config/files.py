@@ -20,6 +20,7 @@ from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, Model
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig, split_function
 from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.trainer import HOOKS_KEY
 from camshaft.fetch import cache_folder
 from camshaft.plugins import function_file, install_command
 from camshaft.storage import is_url
@@ -185,7 +186,7 @@ def _check_function_files(key: str, paths: Iterable[str | None]) -> Iterator[Pro
 
 def _check_hooks(hooks: Iterable[str]) -> Iterator[Problem]:
     """Check that each hook is a function of a file that exists, or of a module."""
-    key, parts = "trainer.on_step", [split_function(text) for text in hooks]
+    key, parts = HOOKS_KEY, [split_function(text) for text in hooks]
     yield from _check_function_files(key, [path for path, _ in parts])
     for path, name in parts:
         if path is None and ":" not in (name or ""):

@@ -39,7 +39,7 @@ from camshaft.config.auto.rules import PROMPTS
 from camshaft.config.checks import check_lengths
 from camshaft.config.errors import format_problems
 from camshaft.config.schema.reward import split_function
-from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.schema.trainer import HOOKS_KEY, TrainerConfig
 from camshaft.config.tree import shorten
 from camshaft.controller.placement import check_device
 from camshaft.data import StatefulLoader
@@ -289,7 +289,7 @@ def load_hook(text: str) -> StepHook:
         hook = import_attribute(name or text)
     else:
         extend_import_path([str(Path(path).resolve().parent)])
-        hook = find_in_file(path, name or "", "hook", "trainer.on_step")
+        hook = find_in_file(path, name or "", "hook", HOOKS_KEY)
     if not callable(hook):
         raise ConfigError(f"the hook {text} has type {type(hook).__name__}; set a function")
     try:

@@ -39,6 +39,7 @@ from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import RMConfig, SupervisedConfig
+from camshaft.config.schema.trainer import pool_key
 from camshaft.config.tree import flatten, format_value
 from camshaft.errors import ConfigError
 from camshaft.plugins import install_command, list_names
@@ -456,7 +457,7 @@ def check_rollout(
     `pool` is the resource pool of a rollout on devices of its own, which has `world_size` ranks.
     """
     key = f"{section}.name"
-    ranks = WORLD if pool is None else (f"trainer.resource_pools.{pool}",)
+    ranks = WORLD if pool is None else (pool_key(pool),)
     owner = "" if pool is None else f"; {ranks[0]} sets the number of ranks"
     try:
         capabilities = rollout_capabilities(rollout.name)

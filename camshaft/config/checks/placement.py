@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.layout import GLOBAL_POOL, ROLLOUT_POOL, PlacementConfig, PoolConfig, pool_sizes
 from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.trainer import pool_key
 
 HYBRID, ROLLOUT_KEY = "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout.resource_pool"
 
@@ -46,12 +47,12 @@ def check_placement(
             "this name is reserved for the pool that trainer.nnodes and trainer.n_gpus_per_node define. "
             "Rename the pool."
         )
-        yield Problem(f"trainer.resource_pools.{GLOBAL_POOL}", pools[GLOBAL_POOL].model_dump(), message)
+        yield Problem(pool_key(GLOBAL_POOL), pools[GLOBAL_POOL].model_dump(), message)
     for key, name in used.items():
         if name != GLOBAL_POOL and name not in pools:
             message = (
                 f"unknown resource pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or "
-                f"add the pool with trainer.resource_pools.{name}.n_gpus_per_node=1."
+                f"add the pool with {pool_key(name)}.n_gpus_per_node=1."
             )
             yield Problem(key, name, message)
     for name in pools:
@@ -60,7 +61,7 @@ def check_placement(
                 "no role uses this pool. Select it with actor_rollout_ref.resource_pool, critic.resource_pool, "
                 f"reward_model.resource_pool, or {ROLLOUT_KEY} and {HYBRID}=false, or remove it."
             )
-            yield Problem(f"trainer.resource_pools.{name}", pools[name].model_dump(), message)
+            yield Problem(pool_key(name), pools[name].model_dump(), message)
     machines = max((pool_sizes(trainer, pools)[name].nnodes for name in used.values() if name in pools), default=1)
     if trainer.backend() == "local" and max(machines, trainer.nnodes) > 1:
         message = "the local controller starts processes on this machine only. Set trainer.controller=ray."

@@ -18,6 +18,8 @@ AGENT_KEY = "multi_turn.agent"
 
 TOOLS_KEY = "multi_turn.tools"
 """Key of the tools in the section of a rollout."""
+FORMAT_KEY = "multi_turn.format"
+"""Key of the format of tool calls in the section of a rollout."""
 
 PLAYED = Unread(
     lambda section: not section.plays(), "{environment}", "set [environment]=file.py:Class, or omit the key"

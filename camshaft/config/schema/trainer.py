@@ -21,9 +21,16 @@ from camshaft.config.schema.fields import (
     section,
 )
 
+HOOKS_KEY = "trainer.on_step"
+
 WITHOUT_BEST_METRIC = Unread(
     lambda trainer: trainer.best_metric is None, "{best_metric}", "set [best_metric], or omit the key"
 )
+
+
+def pool_key(name: str) -> str:
+    """Return the config key of a resource pool."""
+    return f"trainer.resource_pools.{name}"
 
 
 class SamplesConfig(Section):
