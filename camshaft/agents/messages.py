@@ -7,13 +7,18 @@ library.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.tools import NoEnvironment, form_of, schemas_of
-from camshaft.errors import CamshaftError
+from camshaft.errors import CamshaftError, RolloutError
 from camshaft.plugins import find_in_file, find_target, import_attribute
+from camshaft.subprocesses import import_path
+
+if TYPE_CHECKING:
+    from camshaft.config.schema.agents import MultiTurnConfig
 
 GROUP = "camshaft.environments"
 """Group of the entry points of environments."""
@@ -95,6 +100,28 @@ class Call(NamedTuple):
     start: bytes | None
     """Pickled `Start` of a new episode; None continues the episode."""
     answers: tuple[Reply, ...]
+
+
+def make_spec(section: "MultiTurnConfig", passed: Sequence[Source], has_other_rewards: bool = False) -> Spec:
+    """Return the environments and tools of a section. `passed` are those from Python, which replace them.
+
+    With `has_other_rewards`, an environment with tools may have no score.
+    """
+    sources = tuple(source for source in passed if not source.is_tool)
+    sources = sources or tuple(Source(name, target) for name, target in section.selected())
+    functions = tuple(source for source in passed if source.is_tool)
+    functions = functions or tuple(Source(name, target, is_tool=True) for name, target in section.selected_tools())
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RolloutError(
+            f"two environments have the name {twice[0]}, which the column 'environment' selects; rename one"
+        )
+    files = [source.target.rpartition(":")[0] or source.target for source in (*sources, *functions)]
+    folders = [str(Path(file).resolve().parent) for file in files]
+    path = [*dict.fromkeys(folders), *import_path()]  # a file can import modules beside it
+    limits = section.timeout, section.start_timeout
+    kwargs = section.environment_kwargs if sources else {}
+    return Spec(sources, kwargs, *limits, path, functions, has_other_rewards)
 
 
 def num_calls(reply: Reply) -> int:

@@ -15,7 +15,7 @@ import torch
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.calls import Call
 from camshaft.agents.jobs import ProgramSpec
-from camshaft.agents.messages import Loaded, Source, Spec
+from camshaft.agents.messages import Loaded, Source, Spec, make_spec
 from camshaft.agents.pool import EnvironmentPool
 from camshaft.agents.programs import ProgramPool
 from camshaft.config.schema.agents import MultiTurnConfig
@@ -54,21 +54,7 @@ def open_environments(
     """
     if section.agent is not None:
         return _open_program(section, passed, output)
-    sources = tuple(source for source in passed if not source.is_tool)
-    sources = sources or tuple(Source(name, target) for name, target in section.selected())
-    functions = tuple(source for source in passed if source.is_tool)
-    functions = functions or tuple(Source(name, target, is_tool=True) for name, target in section.selected_tools())
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RolloutError(
-            f"two environments have the name {twice[0]}, which the column 'environment' selects; rename one"
-        )
-    files = [source.target.rpartition(":")[0] or source.target for source in (*sources, *functions)]
-    folders = [str(Path(file).resolve().parent) for file in files]
-    path = [*dict.fromkeys(folders), *import_path()]  # a file can import modules beside it
-    limits = section.timeout, section.start_timeout
-    kwargs = section.environment_kwargs if sources else {}
-    spec = Spec(sources, kwargs, *limits, path, functions, has_other_rewards)
+    spec = make_spec(section, passed, has_other_rewards)
     pool = EnvironmentPool(spec, 1, output)
     try:
         loaded = pool.check()

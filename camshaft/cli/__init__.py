@@ -82,6 +82,11 @@ COMMANDS = (
     Command(
         "check-model", "compare a model with transformers, and name what differs", "camshaft.cli.parity:check_model"
     ),
+    Command(
+        "check-environment",
+        "check an environment with scripted episodes, or play it by hand",
+        "camshaft.cli.check_environment:main",
+    ),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),
     Command("completion", "print a script for the completion of keys in a shell", "camshaft.cli.completion:main"),
 )

@@ -26,7 +26,10 @@ from camshaft.config.short_names import RECIPES, REWARD, short_names
 from camshaft.config.tree import leaf_fields
 from camshaft.plugins import REWARDS, import_attribute
 
-COMMAND_SCHEMAS = {**SCHEMAS, "check-data": PPOConfig, "doctor": PPOConfig, "plan": PPOConfig}
+COMMAND_SCHEMAS = {
+    **SCHEMAS,
+    **dict.fromkeys(("check-data", "check-environment", "doctor", "plan"), PPOConfig),
+}
 """Schemas of the commands that take `key=value`."""
 
 NAMES = {
@@ -74,7 +77,7 @@ def collect_words() -> Words:
     paths: set[str] = set()
     for command in COMMANDS:
         schema = COMMAND_SCHEMAS.get(command.name)
-        has_usual_options = schema is not None and command.name not in ("doctor", "plan")
+        has_usual_options = schema is not None and command.name not in ("check-environment", "doctor", "plan")
         commands[command.name] = (
             list(_USUAL_OPTIONS) if has_usual_options else _words_in_help(command.name, command.target)
         )

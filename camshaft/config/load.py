@@ -122,13 +122,30 @@ def from_container(
         problems += [
             problem
             for problem in check_results
-            if not problem.involves(invalid_keys) and problem.value != _MISSING_MODEL
+            if not problem.involves(invalid_keys) and problem.value != MISSING_MODEL
         ]
     if problems:
         raise ConfigError(format_problems(problems, short_names(schema)))
     notices = (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes))
     for notice in (*translation.notices, *notices):
         logger.warning("config: %s", notice)
+    return config
+
+
+def load_part(schema: type[Config], overrides: Sequence[str]) -> Config:
+    """Load a config for a command that reads a part of it.
+
+    Only single values are validated. What a run requires may be missing: the path of the model is then `MISSING_MODEL`.
+    """
+    (job,) = compose_jobs(schema, overrides)
+    remember_secrets(job.tree)
+    tree = expand_keys(expand_short_names(job.tree, schema, overridden_keys(job.overrides)), leaf_fields(schema))
+    chosen, _ = choose_automatic(tree, schema, Machine())
+    values, problems = resolve(chosen, schema)
+    list(_fill_in_models(values, schema))
+    config, invalid = _validate(values, schema, {problem.key for problem in problems})
+    if problems := [*problems, *invalid]:
+        raise ConfigError(format_problems(problems, short_names(schema)))
     return config
 
 
@@ -154,7 +171,7 @@ def choose_automatic(
     return chosen, choices
 
 
-_MISSING_MODEL = "<model>"
+MISSING_MODEL = "<model>"
 """Placeholder for the path of a model that is not set, so that the remaining checks can run."""
 _MODELS = ("actor_rollout_ref.model.path", "model.path")
 
@@ -170,7 +187,7 @@ def _fill_in_models(values: dict[str, Any], schema: type[Section]) -> Iterator[P
         if default == f"${{{key}}}" and has_key(values, reference) and get(values, reference) is None
     ]
     for name in (key, *references):
-        put(values, name, _MISSING_MODEL)
+        put(values, name, MISSING_MODEL)
     name = next(short for short, target in short_names(schema).items() if target == key)
     yield Problem(key, None, f"a model is required. Set {name}=<folder>.")
 

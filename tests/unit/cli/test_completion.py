@@ -46,7 +46,7 @@ def complete(script: Path, line: str, folder: Path | None = None) -> list[str]:
 
 def test_commands_are_completed(script: Path) -> None:
     assert set(complete(script, "camshaft ")) == {*(command.name for command in COMMANDS), "--help", "--version"}
-    checks = ["check-data", "checkpoints", "check-engine", "check-rollout", "check-model"]
+    checks = ["check-data", "checkpoints", "check-engine", "check-rollout", "check-model", "check-environment"]
     assert complete(script, "camshaft check") == checks
 
 
