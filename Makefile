@@ -20,7 +20,7 @@
 # make test-families    every decoder-only model type of transformers, beside plain transformers
 # make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
 # make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
-# make test-agents   programs with the client of OpenAI and examples of other libraries, in an environment of its own
+# make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)

@@ -152,7 +152,9 @@ def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs
     if mode is Dispatch.ALL_TO_ALL:
         for argument, value in [*enumerate(args), *kwargs.items()]:
             _check_entries(argument, value, world)
-        return [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in range(world)]
+        split = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in range(world)]
+        shared: dict[tuple[int, ...], Call] = {}
+        return [shared.setdefault(tuple(map(id, (*call[0], *call[1].values()))), call) for call in split]
     dp_size = len(_collectors(seats))
     if not any(isinstance(value, DataProto) for value in (*args, *kwargs.values())):
         raise BatchError("a call of a DP_COMPUTE_PROTO method has no DataProto argument; pass at least one DataProto")

@@ -137,7 +137,7 @@ def _builtin(
     row_bytes, longest = SAMPLING_BYTES * size.num_embeddings, config.max_model_len - 1
     kept = 0
     if keeps_rows:
-        share = int(budget * BUDGET_SHARE)
+        share = max(0, int(budget * BUDGET_SHARE))
         kept, budget = min(share, rows * longest * sum(size.position)), budget - share
     try:
         rows = cache.allocate(min(config.max_num_seqs, rows), longest, budget, row_bytes)

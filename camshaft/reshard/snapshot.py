@@ -65,7 +65,7 @@ class Publisher:
     """Writes the weights of an engine to host memory. Every rank of the engine has one."""
 
     def __init__(self, engine: BaseEngine, writes: bool):
-        """Set `writes` on one rank of each machine."""
+        """Set `writes` on one rank of each machine whose processes read the weights, and on rank 0."""
         self.engine, self.writes = engine, writes
         self.dtypes: Mapping[str, torch.dtype] = {}
         """Dtype in which each weight is written, by name."""

@@ -80,13 +80,11 @@ def start(
 
 def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]:
     """Continue the run in `folder`, which `launch` has started, with the values and objects of `changed`."""
-    values, new_values, reward = dict(launch.values), dict(changed.values), launch.reward
-    if changed.reward is not None:
-        reward = _function(changed.reward)
-        values = {key: value for key, value in values.items() if key not in REWARD_KEYS}
-        new_values |= {} if reward else {"reward": changed.reward}
+    given = {name: value for name in FUNCTIONS if (value := getattr(changed, name)) is not None}
+    values = {key: value for key, value in launch.values.items() if "reward" not in given or key not in REWARD_KEYS}
+    new_values = {**changed.values, **{name: value for name, value in given.items() if is_path(value)}}
     values |= flat_values(plain(new_values), SCHEMAS[launch.command]) | {FOLDER: str(folder)}
-    functions = {name: value for name in FUNCTIONS if (value := getattr(changed, name))} | {"reward": reward}
+    functions = {name: _function(value) for name, value in given.items()}
     launch = replace(launch, values=values, on_step=changed.on_step or launch.on_step, **functions)
     _train(_parse(launch), launch, folder)
     return folder, launch

@@ -11,7 +11,7 @@ time, reaps those without another parent, and kills them when
 - its owner writes to the pipe LIFELINE, or
 - the owner has ended, which closes the pipe. The worker then has `EXIT_SECONDS` to exit.
 
-The guard exits as the worker did, with the same code or by the same signal, but with the code `KILLED` if the worker
+The guard exits as the worker did, with the same code or by the same signal, but by the signal `KILLED` if the worker
 was killed. It ignores signals, and the worker is not in its process group. If it is killed nevertheless, the kernel
 kills the worker. The owner, which sees it by SIGKILL, then kills the processes that have the environment variable
 `MARK`.
@@ -34,9 +34,8 @@ MARK = "CAMSHAFT_WORKER"
 """Environment variable with a unique value in all processes of a worker."""
 EXIT_SECONDS = 1.0
 """Time that a worker has to exit when its owner has ended."""
-KILLED = 128 + signal.SIGKILL
-"""Exit code of the guard of a worker that was killed, as that of a shell. Only a guard that is killed itself exits by
-SIGKILL."""
+KILLED = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""Signal by which the guard of a worker exits that was killed. Only a guard that is killed itself exits by SIGKILL."""
 END_SECONDS = 5.0
 """Time limit for ending all processes. Only a process of another user, or one that waits in the kernel, exceeds it."""
 
@@ -130,7 +129,7 @@ def fork_guarded(lifeline: int) -> None:
 
 def worker_code(code: int) -> int:
     """Return the exit code of a worker, which is negative for a signal, by that of its guard."""
-    return -signal.SIGKILL if code == KILLED else code
+    return -signal.SIGKILL if code == -KILLED else code
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
@@ -146,10 +145,10 @@ def _close_pipes() -> None:
 
 
 def _exit_like(status: int | None) -> NoReturn:
-    """Exit with the code of a status, or by its signal, or with `KILLED` instead of SIGKILL."""
+    """Exit with the code of a status, or by its signal, or by `KILLED` instead of SIGKILL."""
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL:
-        code = KILLED
+        code = -KILLED
     if code < 0:
         _control(_SET_DUMPABLE, 0)  # the worker has written a core dump, if any is wanted
         signal.signal(-code, signal.SIG_DFL)

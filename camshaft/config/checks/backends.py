@@ -32,7 +32,6 @@ from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.guards import is_mapping
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.rollout import OPTIONAL_SAMPLING
-from camshaft.config.schema.agents import KEY
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig
@@ -546,8 +545,8 @@ def check_routed_experts(config: PPOConfig) -> Iterator[Problem]:
     replay, returned = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_return_routed_experts"
     key, value, off = (replay, "R3", "disabled") if mode == "replay" else (returned, True, "false")
     if config.plays_episodes():
-        message = f"does not work with an environment, whose episodes are several generations. Set {key}={off}."
-        yield Problem(key, value, message, (f"{ROLLOUT}.{KEY}",))
+        message = f"does not work with episodes, which are several generations. Set {key}={off}."
+        yield Problem(key, value, message, (f"{ROLLOUT}.{rollout.multi_turn.player_key()}",))
     try:
         returns_experts = rollout_capabilities(rollout.name).supports_routed_experts
         supports_replay = engine_capabilities(actor.strategy).supports_router_replay

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from camshaft.config.auto.fitting import awaits_prompts
 from camshaft.config.errors import Problem, check_name
-from camshaft.config.schema.agents import KEY
 from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, CustomRewardConfig
@@ -32,10 +31,15 @@ def check_scores(config: PPOConfig) -> Iterator[Problem]:
     if reward.model.input_tokenizer is not None and config.plays_episodes():
         key = f"{REWARD}.model.input_tokenizer"
         message = (
-            f"would decode what the environment says as a part of the response. Set {key}=null, so that the reward "
+            f"would decode observations as a part of the response. Set {key}=null, so that the reward "
             "model reads the tokens of the episode."
         )
-        yield Problem(key, reward.model.input_tokenizer, message, (f"{ROLLOUT}.{KEY}",))
+        yield Problem(
+            key,
+            reward.model.input_tokenizer,
+            message,
+            (f"{ROLLOUT}.{config.actor_rollout_ref.rollout.multi_turn.player_key()}",),
+        )
     if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
         message = (
             f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "

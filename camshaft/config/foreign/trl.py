@@ -28,7 +28,11 @@ TRAINER: tuple[Row, ...] = (
     NotNeeded("remove_unused_columns", "scoring functions receive all columns"),
     NotNeeded("model_init_kwargs", "the dtype is that of `fsdp_config`, and `override_config` changes config.json"),
     Renamed("rollout_func", "agent", "a program for one episode, which gets `base_url` and `api_key`"),
-    Renamed("environment_factory", "environment", "unchanged: a class with tools, and `reward` or `get_reward`"),
+    Renamed(
+        "environment_factory", "environment",
+        "unchanged: a class with tools, and `reward` or `get_reward`. With the same answers, `GRPOTrainer` and "
+        "camshaft give the same transcripts, tokens and scores (`make test-agents`)",
+    ),
     Renamed("max_tool_calling_iterations", "max_turns", "answers: one more than rounds of calls"),
     Missing("load_in_4bit", topics.LOW_BIT),
 )  # fmt: skip

@@ -47,6 +47,9 @@ def shard(
         if options.use_torch_compile:
             unit.compile(dynamic=True)  # the graphs exclude the hooks of FSDP, which torch does not trace
         fully_shard(unit, **arguments, reshard_after_forward=options.reshard_after_forward)
+    for layer in [module for module in packed.hf.modules() if type(module).__name__ in layer_classes(packed.hf)]:
+        if not isinstance(layer, FSDPModule):
+            use_all_weights(layer)  # which the root unit gathers
     # By default the root unit stays gathered after a forward pass. Optimizers, exports and checkpoints need shards.
     fully_shard(packed, **arguments, reshard_after_forward=True)
     for module in packed.modules():
@@ -63,19 +66,28 @@ def shard(
 def use_all_weights(unit: nn.Module) -> None:
     """Give the weights of compressors a gradient of zero on ranks whose rows are too short for them.
 
-    Ranks reduce the gradients of a unit together, and would reduce different weights.
+    Ranks reduce the gradients of a unit together, and would reduce different weights. Inner units have been prepared.
     """
-    modules = [module for module in unit.modules() if hasattr(module, "compress_rate")]
+    compressors = [module for module in _modules_of(unit) if hasattr(module, "compress_rate")]
+    modules = list(dict.fromkeys(module for compressor in compressors for module in _modules_of(compressor)))
     if not modules:
         return
 
     def add_zeros(_unit: nn.Module, _args: Any, output: Any) -> Any:
-        weights = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
+        weights = [weight for module in modules for weight in module.parameters(recurse=False) if weight.requires_grad]
         if isinstance(output, tuple):
             return (_UseWeights.apply(output[0], *weights), *output[1:])
         return _UseWeights.apply(output, *weights)
 
     unit.register_forward_hook(add_zeros)  # before `fully_shard`, whose hook frees the weights
+
+
+def _modules_of(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a unit without those of its inner units."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _modules_of(child)
 
 
 class _UseWeights(torch.autograd.Function):
@@ -84,7 +96,7 @@ class _UseWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
-        return hidden.view_as(hidden)
+        return hidden.clone()  # FSDP warns of a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -312,7 +312,7 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
         return
     finally:
         memory.close()
-    message = f"the weights for the rollout need {_gib(size)} of host memory on each machine, and {_gib(free)} are free"
+    message = f"the weights for the rollout need {_gib(size)} of host memory, and {_gib(free)} are free"
     fix = "set actor_rollout_ref.hybrid_engine=true, or use a machine with more memory"
     yield ok("snapshot", message) if size < free else fail("snapshot", message, fix)
 

@@ -104,6 +104,9 @@ def test_all_to_all_takes_and_returns_one_entry_per_rank():
     calls = scatter(Dispatch.ALL_TO_ALL, FLAT, (["a", "b"],), {"k": [1, 2]})
     assert calls == [(("a",), {"k": 1}), (("b",), {"k": 2})]
     assert gather(Dispatch.ALL_TO_ALL, FLAT, [3, None]) == [3, None]
+    weights = object()
+    first, second = scatter(Dispatch.ALL_TO_ALL, FLAT, ([weights, weights],), {})
+    assert first is second  # packed once
     assert [result_slot(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
 
 

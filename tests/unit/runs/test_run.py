@@ -157,6 +157,18 @@ def test_python_objects_that_no_key_accepts_are_named() -> None:
         call_hooks([lambda *_: 7], 1, DataProto(), {})  # pyright: ignore[reportArgumentType]
 
 
+def test_a_resumed_run_gets_other_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(start, "_train", lambda *_: None)
+    monkeypatch.setattr(start, "_parse", lambda launch: launch)
+    launch = Launch("ppo", {"custom_reward_function.path": "old.py"}, environment=dict, tools=len)
+    _, resumed = start.resume(tmp_path, launch, Launch("ppo", {}, reward=len, environment="game.py:Game", tools=[]))
+    assert (resumed.reward, resumed.environment, resumed.tools) == (len, None, [])
+    assert "custom_reward_function.path" not in resumed.values
+    assert resumed.values["actor_rollout_ref.rollout.multi_turn.environment"] == "game.py:Game"
+    _, again = start.resume(tmp_path, resumed, Launch("ppo", {}))
+    assert (again.reward, again.values) == (len, resumed.values)
+
+
 def test_out_none_uses_the_default_folder() -> None:
     values = start._values("sft", Objects("m", None, [{}], None), {"out": None}, {})
     assert "trainer.default_local_dir" not in values

@@ -97,6 +97,7 @@ def test_concurrent_calls_are_cancelled_one_by_one(start: Start) -> None:
     [
         (("exit", 0), "exited with code 0"),
         (("exit", 7), "exited with code 7"),
+        (("exit", 137), "exited with code 137"),
         (("exit", 200), "exited with code 200"),
         (("signal", signal.SIGKILL), "was killed by signal 9 (Killed)"),
         (("signal", signal.SIGSEGV), "was killed by signal 11 (Segmentation fault)"),
