@@ -343,7 +343,7 @@ def checked_reward(reward: Any, subject: str) -> float:
     """Return a reward as a number. Raise RolloutError if it is a text, another object, NaN or infinite."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise RolloutError(f"{subject} is {_shorten(reward)}; return a finite number")

@@ -93,7 +93,10 @@ class Launcher:
             status = await running.status
         finally:
             del self._running[request.number]
-        return _outcome(running.finish(), status, is_command=self._program.function is None)
+        try:
+            return _outcome(running.finish(), status, is_command=self._program.function is None)
+        except Exception as error:  # the program can write anything, and the pool waits for a reply
+            return Outcome(fault=fault_of(error))
 
     def _reap(self) -> None:
         for running in list(self._running.values()):
@@ -164,19 +167,16 @@ class _Running:
 
 def _outcome(lines: bytes, status: int, is_command: bool) -> Outcome:
     """Return the outcome of a program from the end of what it has written, and its exit status."""
-    try:
-        written: dict[str, Any] = {} if is_command or not lines else json.loads(lines)
-        if "fault" in written:
-            return Outcome(fault=Fault(*written["fault"]))
-        code = guard.worker_code(status)
-        if code < 0:
-            name = signal.strsignal(-code)
-            return Outcome(fault=Fault("crash", f"the program was killed by signal {-code} ({name})"))
-        if code or not (written or is_command):
-            return Outcome(fault=Fault("error", f"the program exited with code {code}"))
-        return Outcome(last_reward(lines) if is_command else written["reward"])
-    except (CamshaftError, ValueError, RecursionError) as error:
-        return Outcome(fault=fault_of(error))
+    written: dict[str, Any] = {} if is_command or not lines else json.loads(lines)
+    if "fault" in written:
+        return Outcome(fault=Fault(*written["fault"]))
+    code = guard.worker_code(status)
+    if code < 0:
+        name = signal.strsignal(-code)
+        return Outcome(fault=Fault("crash", f"the program was killed by signal {-code} ({name})"))
+    if code or not (written or is_command):
+        return Outcome(fault=Fault("error", f"the program exited with code {code}"))
+    return Outcome(last_reward(lines) if is_command else written["reward"])
 
 
 # -- in the process of the program ----------------------------------------------------------------

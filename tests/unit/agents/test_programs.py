@@ -244,6 +244,33 @@ def test_a_program_that_cannot_be_started_has_failed(make: Make) -> None:
     assert pool.num_failures == 2  # it was repeated
 
 
+@pytest.mark.timeout(60)
+def test_a_reward_beyond_all_floats_is_a_fault(make: Make) -> None:
+    program = "ask([{'role': 'user', 'content': 'q'}])\nprint(10**400)"
+    (episode,) = play(make(program=program, target="python FILE"), ["nothing"])
+    assert "the result of the program is 1000" in str(episode.fault)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_program_writes_to_other_pipes_costs_its_episode(make: Make) -> None:
+    program = """
+def solve(base_url, api_key, fault, prompt):
+    ask(list(prompt))
+    for number in range(3, 64) if fault == "write" else ():
+        try:
+            os.write(number, b'{"fault": 3}')
+        except OSError:
+            pass
+    if fault == "write":
+        os._exit(0)
+"""
+    pool = make(program=program)
+    first, second = play(pool, ["nothing", "write"])
+    assert first.fault is None
+    assert second.fault is not None
+    assert second.fault.kind == "error"
+
+
 def test_deeply_nested_output_has_no_reward() -> None:
     assert last_reward(b"0.5\n" + b"[" * 100_000) == 0.5
 
