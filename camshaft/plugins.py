@@ -240,5 +240,6 @@ def find_in_file(
         name = next(iter(found))
     if name not in vars(module):
         fix = f"{setting}={path}:{next(iter(found), 'name')}"
-        raise ConfigError(f"{path} has no {noun} '{name}'; it defines {', '.join(found) or 'none'}. Set {fix}")
+        problem = f"no {noun} '{name}'" if name else f"more than one {noun}" if found else f"no {noun}"
+        raise ConfigError(f"{path} has {problem}; it defines {', '.join(found) or 'none'}. Set {fix}")
     return vars(module)[name]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from camshaft.agents.calls import Call, Parsed
 from camshaft.config.schema.agents import FORMAT_KEY
 from camshaft.data.chat import render, special_token_ids
-from camshaft.errors import BatchError
+from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import find_in_file, function_file, load_function
 
 GROUP = "camshaft.tool_parsers"
@@ -135,7 +135,10 @@ def _load_format(name: str) -> Format:
     path = function_file(name)
     if path is None:
         return load_function(name, FORMATS, GROUP)
-    return find_in_file(path, name[len(path) + 1 :], "tool parser", FORMAT_KEY)
+    found: Format = find_in_file(path, name[len(path) + 1 :], "tool parser", FORMAT_KEY)
+    if not callable(found):
+        raise ConfigError(f"{FORMAT_KEY}={name} has type {type(found).__name__}; a tool parser is a function")
+    return found
 
 
 def _json_values(text: str) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import json
 from importlib.metadata import EntryPoint
 from typing import Any
+from pathlib import Path
 
 import pytest
 from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
@@ -11,6 +12,7 @@ import camshaft.plugins
 from camshaft.agents.calls import Call, Parsed
 from camshaft.agents.parsers import ToolParser, detect_format, parse_hermes, parse_json
 
+from camshaft.errors import ConfigError
 ADD = Call("add", {"a": 3, "b": 4})
 OBJECT = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
 PARAMETERS = OBJECT.replace("arguments", "parameters")
@@ -137,3 +139,11 @@ def test_a_package_adds_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), "shout").parse("ADD") == Parsed(
         "add", (Call("ADD", {}),)
     )
+
+
+def test_a_format_is_a_function(tmp_path: Path) -> None:
+    file = tmp_path / "format.py"
+    file.write_text("import json\n\n\ndef read(text): ...")
+    with pytest.raises(ConfigError, match=r"format=.*format.py:json has type module; a tool parser is a function"):
+        ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), f"{file}:json")
+    ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), f"{file}:read")

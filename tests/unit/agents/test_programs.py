@@ -281,6 +281,7 @@ def test_deeply_nested_output_has_no_reward() -> None:
         ("solve = 3", "", "a program is a function"),
         ("def solve(question): ...", "", "no parameter base_url"),
         ("def other(base_url): ...", "", "has no program 'solve'"),
+        ("def a(): ...\ndef b(): ...", "FILE", r"has more than one program; it defines ask, a, b\."),
         ("import nonexistent_module", "", "nonexistent_module"),
         ("", "nonexistent-program --url {base_url}", "there is no program"),
     ],
