@@ -1,8 +1,13 @@
 """Calls of tools, as values that processes exchange. Only the standard library is used."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+
+MAX_NESTING = 100
+"""Maximum number of levels of lists and objects in the arguments of a call. JSON can be read at depths at which it
+cannot be pickled."""
 
 
 class Call(NamedTuple):
@@ -42,6 +47,17 @@ class PolicyAnswer(NamedTuple):
     calls: tuple[Call, ...] = ()
     turn: int = 0
     """Number of answers before it."""
+
+
+def exceeds_nesting(value: Any, limit: int = MAX_NESTING) -> bool:
+    """Return True if the lists and objects of a JSON value are nested more than `limit` levels deep."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [part for part in level if isinstance(part, Mapping | list)]
+        if not level:
+            return False
+        level = [item for part in level for item in (part.values() if isinstance(part, Mapping) else part)]
+    return True
 
 
 def call_id(turn: int, number: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from camshaft.agents.calls import Call, Parsed
+from camshaft.agents.calls import MAX_NESTING, Call, Parsed, exceeds_nesting
 from camshaft.config.schema.agents import FORMAT_KEY
 from camshaft.data.chat import render, special_token_ids
 from camshaft.errors import BatchError, ConfigError
@@ -161,13 +161,16 @@ def _read_json(text: str) -> Call:
 def _read_call(value: Any) -> Call:
     """Return the call that a JSON value describes."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return _unreadable(f"{_quote(json.dumps(value))} is not an object with name and arguments")
+        shown = "a deeply nested value" if exceeds_nesting(value) else _quote(json.dumps(value))
+        return _unreadable(f"{shown} is not an object with name and arguments")
     name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             return Call(name, {}, f"the arguments of {name} are not JSON: {error}")
+    if exceeds_nesting(arguments):
+        return Call(name, {}, f"the arguments of {name} are nested more than {MAX_NESTING} levels deep")
     if not isinstance(arguments, Mapping):
         return Call(name, {}, f"the arguments of {name} are not an object: {_quote(json.dumps(arguments))}")
     return Call(name, dict(arguments))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from camshaft.agents.calls import MAX_NESTING, exceeds_nesting
 from camshaft.agents.environment import Message
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.data.chat import join_parts
@@ -223,6 +224,10 @@ def read_message(message: Any, number: int = 0) -> Message:
     kept = {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     if calls:
         kept["tool_calls"] = [_read_call(call, number) for call in calls]
+    if exceeds_nesting(kept, MAX_NESTING + 4):  # fields, calls, a call and its function
+        raise Refused(
+            f"message {number} has a tool call whose arguments are nested more than {MAX_NESTING} levels deep"
+        )
     return {"role": role, "content": content or "", **kept}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 import queue
 import threading
 import time
@@ -611,6 +612,20 @@ def test_other_answers_are_texts(text: str, options: dict[str, Any]) -> None:
 
 def test_other_tools_are_another_conversation() -> None:
     with scripted("a", "b") as (client, _):
+def test_deeply_nested_calls_of_clients_are_refused() -> None:
+    for depth, status in ((100, 200), (101, 400), (600, 400)):
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        for sent in (arguments, json.loads(arguments)):
+            call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": sent}}
+            messages = [*PROMPT, {"role": "assistant", "tool_calls": [call]}, user("x")]
+            with scripted("b") as (client, _):
+                got, reply = client.ask({"messages": messages, "tools": [ADD]})
+                assert got == status, reply
+                if status == 400:
+                    assert "arguments are nested more than 100 levels deep" in reply["error"]["message"]
+                pickle.dumps(client.close())
+
+
         first = answer(client.chat(PROMPT, tools=[ADD]))
         client.chat([*PROMPT, first, user("x")])
         assert [row.turns for row in client.close()] == [1, 1]

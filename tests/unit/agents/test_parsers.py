@@ -1,9 +1,10 @@
 """Tool calls in answers: formats, malformed calls, and parsing by a tokenizer's template."""
 
 import json
+import pickle
 from importlib.metadata import EntryPoint
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
@@ -11,12 +12,13 @@ from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
 import camshaft.plugins
 from camshaft.agents.calls import Call, Parsed
 from camshaft.agents.parsers import ToolParser, detect_format, parse_hermes, parse_json
-
 from camshaft.errors import ConfigError
+
 ADD = Call("add", {"a": 3, "b": 4})
 OBJECT = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
 PARAMETERS = OBJECT.replace("arguments", "parameters")
 NESTED = "[" * 10_000
+BOTTOMLESS = '{"a": ' + "[" * 100 + "]" * 100 + "}"
 CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
 CHATML_CALLS = CHAT_FAMILIES["chatml"].template.replace(
     "m['content'] +", "m['content'] + ('OPEN' + (m.tool_calls[0].function | tojson) if m.tool_calls else '') +"
@@ -62,6 +64,15 @@ def test_json_calls_are_found(text: str, parsed: Parsed) -> None:
         ('<tool_call>{"name": "add", "arguments": "{3"}</tool_call>', "arguments of add are not JSON"),
         (f"<tool_call>{NESTED}</tool_call>", "maximum recursion depth"),
         (f'<tool_call>{{"name": "add", "arguments": "{NESTED}"}}</tool_call>', "arguments of add are not JSON"),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {BOTTOMLESS}}}</tool_call>',
+            "arguments of add are nested more than",
+        ),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {json.dumps(BOTTOMLESS)}}}</tool_call>',
+            "arguments of add are nested more than 100 levels deep",
+        ),
+        (f"<tool_call>{BOTTOMLESS}</tool_call>", "a deeply nested value is not an object with name"),
     ],
 )
 def test_malformed_calls_keep_their_place(text: str, reason: str) -> None:
@@ -70,6 +81,16 @@ def test_malformed_calls_keep_their_place(text: str, reason: str) -> None:
     assert reason in str(parsed.calls[1].error)
     assert parsed.errors == (parsed.calls[1].error,)
     assert parsed.calls[2:] in ((), (ADD,))
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(100, True), (101, False), (900, False)])
+def test_arguments_have_a_hundred_levels(depth: int, is_read: bool) -> None:
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    for parse, key in ((parse_hermes, "arguments"), (parse_json, "parameters")):
+        text = f'{{"name": "add", "{key}": {arguments}}}'
+        (call,) = parse(f"<tool_call>{text}</tool_call>" if parse is parse_hermes else text).calls
+        assert (call.error is None, call.arguments) == (is_read, json.loads(arguments) if is_read else {})
+        pickle.dumps(call)
 
 
 def test_a_malformed_json_call_is_an_error() -> None:
