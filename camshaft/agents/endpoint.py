@@ -114,8 +114,7 @@ class Endpoint:
             del self._by_number[str(session.number)]
         episodes = session.close()
         self.num_other_histories += max(0, len({tuple(episode.prompt) for episode in episodes}) - 1)
-        if self._error is not None:
-            raise RolloutError(str(self._error)) from self._error
+        self._check_error()
         return episodes
 
     def idle(self, key: str) -> Idle:
@@ -144,6 +143,10 @@ class Endpoint:
                 for session in self._opened():
                     session.fail(self._error)
                 return
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise RolloutError(str(self._error)) from self._error
 
     def _opened(self) -> list[Session]:
         with self._lock:
@@ -202,7 +205,8 @@ class Endpoint:
         digest = hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
-        def begin() -> Any:
+        def begin() -> Any:  # under the lock of the session, with which the error also ends its requests
+            self._check_error()
             given = {**body, **wire.read_object(body, "sampling_params")}
             given.pop("sampling_params", None)
             options = wire.read_options(given, self.policy.sampling, self.allow_sampling)

@@ -22,6 +22,7 @@ from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Host, Start
 from camshaft.agents.parsers import AUTO
 from camshaft.agents.play import Limits, Question, play
+from camshaft.agents.sessions import Session
 from camshaft.agents.wire import Refused, read_options
 from camshaft.errors import RolloutError
 from camshaft.rollout import Answer, SamplingParams, Stream
@@ -468,6 +469,22 @@ def test_a_failed_rollout_ends_the_sessions(policy: Policy) -> None:
 
 
 def test_time_without_requests_is_measured(policy: Policy) -> None:
+@pytest.mark.timeout(30)
+def test_requests_behind_an_error_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(session: Session, answer: Answer) -> None:
+        raise ValueError("lost")
+
+    with scripted("a", "b", "c") as (client, _):
+        own = client.key
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "receive", fail)
+            assert client.ask({"messages": PROMPT})[0] == 500
+        for key in (own, client.open()):
+            client.key = key
+            status, reply = client.ask({"messages": PROMPT})
+            assert (status, reply["error"]["message"]) == (500, "the rollout failed: lost")
+
+
     with policy.serve() as client:
         time.sleep(0.2)
         before = client.endpoint.idle(client.key)
