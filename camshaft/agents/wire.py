@@ -171,7 +171,7 @@ def _changed(given: Mapping[str, Any], run: SamplingParams, allow_sampling: bool
         types = int if name == "top_k" else int | float
         if isinstance(value, bool) or not isinstance(value, types) or not abs(value) <= sys.float_info.max:
             raise Refused(f"{name}={value!r} is not {'an integer' if name == 'top_k' else 'a number'}")
-        if value == own or (name == "top_k" and max(value, 0) == max(own, 0)):
+        if value == own or (name == "top_k" and value >= -1 and max(value, 0) == max(own, 0)):
             continue
         if not allow_sampling:
             raise Refused(

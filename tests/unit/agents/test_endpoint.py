@@ -284,13 +284,14 @@ def test_requests_are_refused_in_a_sentence(policy: Policy, options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"top_p": 2}, {"presence_penalty": 3}, {"min_p": float("nan")}]
+    "options", [{"temperature": -1}, {"top_p": 2}, {"presence_penalty": 3}, {"min_p": float("nan")}, {"top_k": -5}]
 )
-def test_an_allowed_option_out_of_range_is_refused(policy: Policy, options: dict[str, float]) -> None:
+def test_an_option_out_of_range_is_refused(policy: Policy, options: dict[str, float]) -> None:
     (name,) = options
-    with policy.serve(allow_sampling=True) as client:
-        assert name in client.refusal(PROMPT, **options)
-        client.chat(PROMPT)
+    for allow_sampling in (True, False):
+        with policy.serve(allow_sampling=allow_sampling) as client:
+            assert name in client.refusal(PROMPT, **options)
+            client.chat(PROMPT)
 
 
 def test_an_option_without_support_fails_its_request(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +469,6 @@ def test_a_failed_rollout_ends_the_sessions(policy: Policy) -> None:
             policy.rollout.load_weights(policy.oracle.named_parameters())
 
 
-def test_time_without_requests_is_measured(policy: Policy) -> None:
 @pytest.mark.timeout(30)
 def test_requests_behind_an_error_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(session: Session, answer: Answer) -> None:
@@ -485,6 +485,7 @@ def test_requests_behind_an_error_are_answered(monkeypatch: pytest.MonkeyPatch) 
             assert (status, reply["error"]["message"]) == (500, "the rollout failed: lost")
 
 
+def test_time_without_requests_is_measured(policy: Policy) -> None:
     with policy.serve() as client:
         time.sleep(0.2)
         before = client.endpoint.idle(client.key)
@@ -611,6 +612,20 @@ def test_calls_with_deeply_nested_arguments_are_texts() -> None:
         assert status == 400  # too long for a prompt
 
 
+def test_deeply_nested_calls_of_clients_are_refused() -> None:
+    for depth, status in ((100, 200), (101, 400), (600, 400)):
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        for sent in (arguments, json.loads(arguments)):
+            call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": sent}}
+            messages = [*PROMPT, {"role": "assistant", "tool_calls": [call]}, user("x")]
+            with scripted("b") as (client, _):
+                got, reply = client.ask({"messages": messages, "tools": [ADD]})
+                assert got == status, reply
+                if status == 400:
+                    assert "arguments are nested more than 100 levels deep" in reply["error"]["message"]
+                pickle.dumps(client.close())
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -629,20 +644,6 @@ def test_other_answers_are_texts(text: str, options: dict[str, Any]) -> None:
 
 def test_other_tools_are_another_conversation() -> None:
     with scripted("a", "b") as (client, _):
-def test_deeply_nested_calls_of_clients_are_refused() -> None:
-    for depth, status in ((100, 200), (101, 400), (600, 400)):
-        arguments = '{"a": ' * depth + "1" + "}" * depth
-        for sent in (arguments, json.loads(arguments)):
-            call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": sent}}
-            messages = [*PROMPT, {"role": "assistant", "tool_calls": [call]}, user("x")]
-            with scripted("b") as (client, _):
-                got, reply = client.ask({"messages": messages, "tools": [ADD]})
-                assert got == status, reply
-                if status == 400:
-                    assert "arguments are nested more than 100 levels deep" in reply["error"]["message"]
-                pickle.dumps(client.close())
-
-
         first = answer(client.chat(PROMPT, tools=[ADD]))
         client.chat([*PROMPT, first, user("x")])
         assert [row.turns for row in client.close()] == [1, 1]
