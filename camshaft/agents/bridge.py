@@ -57,7 +57,8 @@ class Bridge:
         self._pair: list[Message] = [_user("x"), _assistant(self._marker)]
         _, _, tail = self._render(self._pair, (), add_generation_prompt=False).partition(self._marker)
         ends: list[Any] = [*self._encode(tail)[:1], tokenizer.eos_token_id]
-        self._heads = functools.lru_cache(_MAX_HEADS)(self._render_heads)
+        self._heads: dict[str, tuple[str, str]] = {}
+        """Texts before the answer of the fixed pair, by the JSON of the tools."""
         self._end_ids = self.special_ids.intersection(ends)
         """Tokens with which the template ends an answer."""
 
@@ -122,12 +123,10 @@ class Bridge:
         """
         text = self._render([*pair, *messages], tools)
         head, marker, tail = text.partition(self._marker)
-        is_same, rest = head in self._heads(json.dumps(tools)), ""
+        is_same, rest = self._is_head(head, tools), ""
         if pair is not self._pair:
             before, _, rest = self._render(pair, tools, add_generation_prompt=False).partition(self._marker)
             is_same, rest = is_same or head == before, self._rest_of_call(rest)
-        elif not is_same:  # the template may have written another date
-            is_same = head in self._render_heads(json.dumps(tools))
         if not marker or self._marker in tail or not tail.startswith(rest):
             raise TemplateRewrites(
                 f"the chat template formats an answer that messages follow as {_quote(text)}; set data.chat_template "
@@ -136,11 +135,17 @@ class Bridge:
         self._check_written(pair, messages, tools, tail)
         return is_same, self._encode(tail[len(rest) :])
 
-    def _render_heads(self, tools: str) -> tuple[str, str]:
-        """Return the text before the answer of the fixed pair, as a prompt and as the last message."""
-        schemas = json.loads(tools)
-        before, _, _ = self._render(self._pair, schemas, add_generation_prompt=False).partition(self._marker)
-        return self._render(self._pair[:1], schemas), before
+    def _is_head(self, head: str, tools: Tools) -> bool:
+        """Return True if a text is that before the answer of the fixed pair, as a prompt or as the last message."""
+        key = json.dumps(tools)
+        if head in self._heads.get(key, ()):
+            return True
+        before, _, _ = self._render(self._pair, tools, add_generation_prompt=False).partition(self._marker)
+        heads = self._render(self._pair[:1], tools), before  # again, because a template may write the date
+        if len(self._heads) >= _MAX_HEADS:
+            self._heads.clear()
+        self._heads[key] = heads
+        return head in heads
 
     def _rest_of_call(self, rest: str) -> str:
         """Return the text of a call behind its last argument, without the end of the answer."""

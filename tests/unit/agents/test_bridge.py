@@ -143,3 +143,19 @@ def test_a_changed_beginning_is_reported() -> None:
     rewritten = Bridge(tokenizer).rewrites()
     assert rewritten is not None
     assert rewritten.startswith("'1")
+
+
+def test_another_date_changes_no_result() -> None:
+    tokenizer = talking_tokenizer(FAMILIES["qwen"])
+    name = "(loop.previtem.tool_calls[0].function.name if loop.previtem.tool_calls else '')"
+    template = QWEN.replace("<tool_response>", f"<tool_response name=' + {name} + '>")
+    call = "'<tool_call>\\n' + c.function | tojson + '\\n</tool_call>'"
+    assert call in template
+    tokenizer.chat_template = "{{ date }}" + template.replace(call, "c.function.arguments.a")
+    arguments = {"date": "1 May"}
+    bridge = Bridge(tokenizer, arguments)
+    told = [bridge.after([RESULT], True, [TOOL], CALLED["tool_calls"])]
+    arguments["date"] = "2 May"
+    told.append(bridge.after([RESULT], True, [TOOL], CALLED["tool_calls"]))
+    assert told[0] == told[1]
+    assert "<tool_response name=add>" in str(tokenizer.decode(told[0]))
