@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from camshaft.agents.callables import pickle_environments
-from camshaft.agents.calls import Answer
+from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.check.scripted import BROKEN, Played, play_episodes, scripted_policy
 from camshaft.agents.environment import Fault, Start, Turn
 from camshaft.agents.messages import Loaded, Spec, make_spec
@@ -155,7 +155,7 @@ def _play_again(
     if not starts:
         return []
 
-    def repeat(number: int, turns: Sequence[Turn | Fault]) -> str | Answer | None:
+    def repeat(number: int, turns: Sequence[Turn | Fault]) -> str | PolicyAnswer | None:
         answers = first[number].answers
         return answers[len(turns) - 1] if len(turns) <= len(answers) else None
 
@@ -269,7 +269,9 @@ def _describe_episodes(episodes: Mapping[int, Played], report: Report) -> None:
     if count := sum(turn.num_calls for turn in replies):
         failed = sum(turn.num_errors for turn in replies)
         broken = sum(
-            isinstance(answer, Answer) and BROKEN in answer.calls for p in episodes.values() for answer in p.answers
+            isinstance(answer, PolicyAnswer) and BROKEN in answer.calls
+            for p in episodes.values()
+            for answer in p.answers
         )
         report.notes.append(
             f"{count} tool calls: {failed - broken} raised an exception, which the policy is told, and {broken} were "
@@ -279,7 +281,7 @@ def _describe_episodes(episodes: Mapping[int, Played], report: Report) -> None:
 
 def quote(value: Any) -> str:
     """Return a value for a message, shortened."""
-    if isinstance(value, Answer):
+    if isinstance(value, PolicyAnswer):
         value = ", ".join(f"{call.name}({call.arguments})" for call in value.calls if call.name) or value.text
     text = repr(value)
     return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."

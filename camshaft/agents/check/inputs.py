@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from camshaft.agents.bridge import Bridge
-from camshaft.agents.calls import Answer
+from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.check.findings import Report
 from camshaft.agents.check.scripted import Played
 from camshaft.agents.environment import Message, Turn
@@ -112,7 +112,7 @@ def _goes_on(turn: Turn) -> bool:
     return not turn.done and bool(turn.messages)
 
 
-def _message(answer: str | Answer) -> Message:
+def _message(answer: str | PolicyAnswer) -> Message:
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}
     calls = [call.message(answer.turn, number) for number, call in enumerate(answer.calls)]

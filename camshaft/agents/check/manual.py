@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from camshaft.agents.calls import Answer, Call
+from camshaft.agents.calls import Call, PolicyAnswer
 from camshaft.agents.check.findings import describe_fault
 from camshaft.agents.environment import Fault, Start, Turn
 from camshaft.agents.pool import EnvironmentPool
@@ -55,12 +55,12 @@ def _show(turn: Turn | Fault, say: Callable[[str], None]) -> None:
         say(f"reward: {turn.reward:g}")
 
 
-def _read(text: str, number: int, tools: Sequence[Mapping[str, Any]]) -> Answer:
+def _read(text: str, number: int, tools: Sequence[Mapping[str, Any]]) -> PolicyAnswer:
     """Return an answer: a call, if it is the name of a tool, alone or with arguments in braces."""
     match = _CALL.fullmatch(text.strip())
     if match is None or match[1] not in [tool["function"]["name"] for tool in tools]:
-        return Answer(text, (), number)
+        return PolicyAnswer(text, (), number)
     try:
-        return Answer("", (Call(match[1], json.loads(match[2] or "{}")),), number)
+        return PolicyAnswer("", (Call(match[1], json.loads(match[2] or "{}")),), number)
     except ValueError as error:
-        return Answer("", (Call(match[1], {}, f"the arguments of {match[1]} are not JSON: {error}"),), number)
+        return PolicyAnswer("", (Call(match[1], {}, f"the arguments of {match[1]} are not JSON: {error}"),), number)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from camshaft.agents.calls import Answer, Call
+from camshaft.agents.calls import Call, PolicyAnswer
 from camshaft.agents.environment import Fault, Start, Turn
 from camshaft.agents.messages import Spec
 from camshaft.agents.pool import EnvironmentPool
@@ -19,7 +19,7 @@ BROKEN = Call("", {}, "the tool call cannot be read: it is not JSON")
 
 _WORDS = ("yes", "no", "a", "stop", "42", "-1", "1.5", "go left", "open 3", "{}", "\u00e4 \u2713", "")
 
-Policy = Callable[[int, Sequence[Turn | Fault]], str | Answer | None]
+Policy = Callable[[int, Sequence[Turn | Fault]], str | PolicyAnswer | None]
 """(number of the episode, turns so far) -> the next answer, or None to stop."""
 
 
@@ -28,7 +28,7 @@ class Played:
     """An episode that was played."""
 
     start: Start
-    answers: list[str | Answer] = field(default_factory=list)
+    answers: list[str | PolicyAnswer] = field(default_factory=list)
     turns: list[Turn | Fault] = field(default_factory=list)
     """Results of `reset`, of the answers, and of reading the score if there is one."""
 
@@ -53,7 +53,7 @@ def play_episodes(pool: EnvironmentPool, starts: Mapping[int, Start], policy: Po
     turns = pool.reset(starts)
     episodes = {number: Played(start, turns=[turns[number]]) for number, start in starts.items()}
     while True:
-        answers: dict[int, str | Answer] = {}
+        answers: dict[int, str | PolicyAnswer] = {}
         for number, played in episodes.items():
             turn = played.turns[-1]
             if isinstance(turn, Turn) and not turn.done and len(played.answers) < limit:
@@ -76,7 +76,7 @@ def scripted_policy(spec: Spec, starts: Mapping[int, Start]) -> Policy:
     """Return a policy with random short texts, and with random calls of the tools and one that cannot be read."""
     generators = {number: random.Random(number) for number in starts}
 
-    def answer(number: int, turns: Sequence[Turn | Fault]) -> str | Answer:
+    def answer(number: int, turns: Sequence[Turn | Fault]) -> str | PolicyAnswer:
         rng, turn = generators[number], turns[-1]
         schemas = spec.schemas.get(starts[number].name, ())
         said = turn.said if isinstance(turn, Turn) and isinstance(turn.said, str) else ""
@@ -85,10 +85,10 @@ def scripted_policy(spec: Spec, starts: Mapping[int, Start]) -> Policy:
             return text
         count = len(turns) - 1
         if count and rng.random() < 0.4:
-            return Answer(text, (), count)
+            return PolicyAnswer(text, (), count)
         function = rng.choice(schemas)["function"]
         call = Call(function["name"], random_value(function.get("parameters", {}), rng))
-        return Answer("", (call, BROKEN) if count == 0 else (call,), count)
+        return PolicyAnswer("", (call, BROKEN) if count == 0 else (call,), count)
 
     return answer
 
