@@ -15,7 +15,6 @@ that all tests of this process share, because models, DTensor and FSDP initializ
 """
 
 import contextlib
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 
+from camshaft.contracts.engine.ranks import collect_engines
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import LocalPool, process_pool
 from camshaft.errors import WorkerError
@@ -51,12 +50,9 @@ class _Runner(Worker):
         try:
             return function(*args)
         finally:
-            if len(c10d._world.pg_map) > MANY_GROUPS:
-                gc.collect()  # deletes engines, which destroy their groups
+            collect_engines()
 
 
-MANY_GROUPS = 20
-"""Number of process groups, each with three threads, from which on unused ones are looked for."""
 CALLS_PER_PROCESS = 100
 """Number of calls after which shared ranks are replaced, because process groups of tests leave threads and files."""
 

@@ -9,6 +9,7 @@ rule, a crash or a hang on one rank, the processes are shut down and the next ru
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from camshaft.errors import WorkerError
 RULE_TIMEOUT = 300.0
 """Time limit of one rule in seconds."""
 RULES_PER_PROCESS = 30
-"""Number of rules after which new processes are started. Each engine leaves a process group with open files."""
+"""Number of rules after which new processes are started. Each layout leaves process groups with open files."""
 
 
 class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
@@ -74,8 +75,18 @@ class _Checker(Worker):
         self, rule: str, engine_class: type[BaseEngine], folder: str, device: str, common_fields: dict[str, Any]
     ) -> None:
         """Raise `Violation` if the engine breaks the rule."""
-        harness = EngineHarness(engine_class, folder, device, common_fields)
-        next(candidate for candidate in RULES if candidate.name == rule).check(harness)
+        try:
+            harness = EngineHarness(engine_class, folder, device, common_fields)
+            next(candidate for candidate in RULES if candidate.name == rule).check(harness)
+        finally:
+            collect_engines()
+
+
+def collect_engines() -> None:
+    """Delete engines that are no longer used, whose process groups have threads, connections and open files."""
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # the imported modules, which make each collection slow
 
 
 def check_engine_on_ranks(
