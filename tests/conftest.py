@@ -30,6 +30,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown() -> None:
+    if ranks := sys.modules.get("support.ranks"):
+        ranks.WARM_RANKS.end_idle()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _preload_fork_server() -> Iterator[None]:
     """Start all ranks of this process from one fork server, which has the modules imported."""

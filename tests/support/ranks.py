@@ -16,6 +16,7 @@ that all tests of this process share, because models, DTensor and FSDP initializ
 
 import contextlib
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,8 @@ class _Runner(Worker):
             collect_engines()
 
 
+IDLE_SECONDS = 20.0
+"""Time after which shared ranks that nobody calls are shut down. The threads of their groups poll."""
 CALLS_PER_PROCESS = 100
 """Number of calls after which shared ranks are replaced, because process groups of tests leave threads and files."""
 
@@ -63,6 +66,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __init__(self) -> None:
         self._pools: dict[int, LocalPool] = {}
         self._num_calls: Counter[int] = Counter()
+        self._last_calls: dict[int, float] = {}
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
         """Run a function as `run_ranks` does; after an error the next function gets new ranks."""
@@ -75,13 +79,21 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             self._num_calls[world_size] += 1
             pool = self._pools[world_size]
             runner: Any = spawn(_Runner, pool=pool, name=function.__name__, timeout=timeout)  # takes one entry per rank
-            return runner.run([function] * world_size, [args] * world_size)
+            results = runner.run([function] * world_size, [args] * world_size)
+            self._last_calls[world_size] = time.monotonic()
+            return results
         except WorkerError as error:
             self._shut_down(world_size)
             if error.__cause__ is None:
                 raise
             error.__cause__.add_note(str(error))
             raise error.__cause__ from None
+
+    def end_idle(self) -> None:
+        """Shut down the ranks that have been called last before `IDLE_SECONDS`."""
+        for world_size in list(self._pools):
+            if time.monotonic() - self._last_calls[world_size] > IDLE_SECONDS:
+                self._shut_down(world_size)
 
     def _shut_down(self, world_size: int) -> None:
         del self._num_calls[world_size]
