@@ -1,6 +1,5 @@
 """An adapter is trained in float32 on frozen weights in bfloat16."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -238,17 +237,18 @@ def test_steps_of_fsdp_equal_those_of_one_process(
 ) -> None:
     """Every rank computes the same rows, so all sums are doubled exactly, and the losses divide by doubled counts.
 
-    Processors with instructions for bfloat16 round differently in rows of other counts.
+    A processor with instructions for bfloat16 rounds otherwise in other layouts, so both are compared with float32.
     """
     results = run_warm_ranks(_on_ranks, ranks, folders[head], head, str(tmp_path / "saved"))
     engine: Any = build(folders[head], "bfloat16", head=head)
-    start = copy.deepcopy(dict(engine.named_weights(adapter_only=True)))
-    expected = train(engine)
+    expected, exact = train(engine), train(build(folders[head], "float32", head=head))
     assert results[0]["dtypes"] == {name: str(p.dtype) for name, p in engine.named_parameters().items()}
     for result in results:
-        assert result["losses"] == pytest.approx(expected["losses"], rel=2e-3)
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-2)
-        assert distance(result["weights"], expected["weights"]) < 2e-2 * distance(expected["weights"], start)
+        for name in ("losses", "norms"):
+            rounding = max(abs(a - b) for a, b in zip(expected[name], exact[name], strict=True))
+            assert result[name] == pytest.approx(exact[name], rel=0, abs=FACTOR * rounding)
+        error = distance(expected["weights"], exact["weights"])
+        assert distance(result["weights"], exact["weights"]) < FACTOR * error
     loaded = build(folders[head], "bfloat16", head=head)
     loaded.load_checkpoint(str(tmp_path / "saved"))
     weights = dict(loaded.named_weights())
