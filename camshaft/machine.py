@@ -71,7 +71,8 @@ def describe_contention(ranks: int) -> tuple[str, str] | None:
 
 def memory_limit() -> int:
     """Return the memory of this machine or the limit of the container, whichever is smaller, in bytes."""
-    return min(memory_facts()["MemTotal"], cgroup_memory() or sys.maxsize)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # also without /proc
+    return min(total, cgroup_memory() or sys.maxsize)
 
 
 def available_memory() -> int:

@@ -63,6 +63,20 @@ def check_on_ranks(model_type: str, folder: str, head: Head, options: dict[str, 
         return check_head(Path(folder), head, options)
 
 
+@pytest.mark.parametrize(
+    "classes",
+    [
+        "DeepseekV4Attention,DeepseekV4DecoderLayer",  # compressors in an inner unit
+        pytest.param("DeepseekV4SparseMoeBlock", marks=pytest.mark.slow),  # and in the root unit
+    ],
+)
+def test_weights_that_short_rows_do_not_use_are_reduced_in_any_unit(classes: str, tmp_path: Path) -> None:
+    write_model("deepseek_v4", tmp_path)
+    options = {"wrap_policy": {"transformer_layer_cls_to_wrap": classes}}
+    for outcome in run_warm_ranks(check_on_ranks, 2, "deepseek_v4", str(tmp_path), "causal_lm", options, timeout=300):
+        assert outcome.status == "equal", outcome.detail
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 @pytest.mark.parametrize(("model_type", "layout", "head"), list(cases()))
 def test_training_on_two_ranks_equals_transformers(model_type: str, layout: str, head: Head, tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Rows that are kept between calls: each token is computed once, idle rows are dropped, and nothing else changes."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from camshaft import machine
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -129,6 +132,11 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     assert KeptRows().max_bytes == 400
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert KeptRows().max_bytes == 100
+
+
+def test_a_machine_without_proc_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_facts", lambda: Path("/missing").read_text())
+    assert 0 < KeptRows().max_bytes < math.inf
 
 
 def test_an_error_drops_all_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
