@@ -3,6 +3,7 @@
 run_ppo(home, {**EPISODES, f"{TURNS}.environment": game(home)})
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,5 +38,7 @@ EPISODES: dict[str, Any] = {
 def game(folder: Path, reward: str = BY_ANSWER, prompt: str = "{seed % 10}") -> str:
     """Write a game with this reward of an answer, whose `reset` says `prompt`, and return its path."""
     file = folder / "game.py"
+    # Python takes bytecode for that of a file with another text if it has the same size and was written in that second.
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     file.write_text(GAME.replace("REWARD", reward).replace("PROMPT", prompt))
     return f"{file}:Game"
