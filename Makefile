@@ -21,6 +21,7 @@
 # make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
 # make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
 # make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
+# make test-tinker   camshaft serve with the Tinker SDK and recipes of its cookbook, in an environment of its own
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -74,6 +75,8 @@ AGENTS := .venv-agents
 AGENTS_INSTALLED := $(AGENTS)/.installed
 VERIFIERS := .venv-verifiers
 VERIFIERS_INSTALLED := $(VERIFIERS)/.installed
+TINKER := .venv-tinker
+TINKER_INSTALLED := $(TINKER)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
@@ -86,7 +89,7 @@ GPU_ENV := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) OMP_NUM_THREADS=1
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
-SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page and not hub and not agents
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page and not hub and not agents and not tinker
 # Tests of the CUDA code path on tensors of another device. Where Triton is installed, they take the path of its kernels.
 WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
 NIGHTLY := tests/packaging tests/unit/benchmarks tests/smoke/test_closed_pipe.py tests/smoke/test_notebook.py \
@@ -97,7 +100,7 @@ FAST = -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-tinker test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -163,6 +166,12 @@ $(VERIFIERS_INSTALLED): requirements-verifiers.txt
 	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS)/bin/python -m pip install -q --no-deps -r requirements-verifiers.txt
 	touch $(VERIFIERS_INSTALLED)
+
+$(TINKER_INSTALLED): requirements-tinker.txt
+	test -x $(TINKER)/bin/python || $(PYTHON) -m venv $(TINKER)
+	$(TINKER)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(TINKER)/bin/python -m pip install -q --no-deps -r requirements-tinker.txt
+	touch $(TINKER_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -295,6 +304,9 @@ test-page: $(PAGE_INSTALLED)
 test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED) $(TRL_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m agents tests/agent_packages
 
+test-tinker: $(INSTALLED) $(TINKER_INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker_sdk
+
 test-families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)
 
@@ -376,4 +388,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VERIFIERS) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VERIFIERS) $(TINKER) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -36,7 +36,7 @@ PROVIDED_BY = {
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
     "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
     "prometheus_client": "camshaft[prometheus]", "fsspec": "camshaft[remote]", "datasets": "camshaft[datasets]",
-    "matplotlib": "camshaft[plot]",
+    "matplotlib": "camshaft[plot]", "google.protobuf": "camshaft[serve]",
     "sglang": "--no-deps sglang", "megatron": "megatron-core==0.16.1 psutil", "psutil": "psutil", "triton": "triton",
     "torchtitan": "--no-deps torchtitan==0.3.0", "tyro": "tyro", "spmd_types": "spmd_types==0.2.3",
 }  # fmt: skip

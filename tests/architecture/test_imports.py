@@ -31,13 +31,14 @@ LEVELS = [
         "masking",
         "temporary",
         "version",
+        "wire",
     },
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models", "workers"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard", "contracts", "agents"},
     {"roles"},
-    {"trainer", "parity", "planning", "view"},
+    {"trainer", "parity", "planning", "view", "service"},
     {"runs"},
     {"cli", "__main__"},
 ]
@@ -47,7 +48,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
     ("config", "machine"), ("config", "masking"), ("temporary", "errors"), ("stop", "subprocesses"),
-    ("progress", "subprocesses"), ("errors", "masking"), ("http", "errors"),
+    ("progress", "subprocesses"), ("errors", "masking"), ("http", "errors"), ("wire", "errors"), ("wire", "plugins"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
     ("config", "fetch"), ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
@@ -81,6 +82,7 @@ HOMES = {
     "pyarrow": ["data", "tracking/run_folder.py", "tracking/samples.py", "cli/prerequisites.py"],
     "cloudpickle": ["rewards/callables.py"],
     "matplotlib": ["view/plot.py"],
+    "google": ["wire/messages.py"],
 }
 """Third-party libraries that only one package may import."""
 
