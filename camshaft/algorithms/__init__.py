@@ -7,6 +7,7 @@
     losses.py         PPO, value, entropy, KL and SFT losses; run on the workers on flat (N,) tokens
     policy_losses.py  other policy losses; run on the workers on flat (N,) tokens
     token_selection.py  tokens that a policy loss selects by covariance or entropy; runs on the driver
+    token_losses.py   losses that are sums over tokens, of training loops that run outside; run on the workers
     preference.py     loss of preference pairs; runs on the workers on the (B,) pairs of a micro-batch
     mismatch.py       compares log-probs of rollout and trainer: statistics, importance weights, rejection; runs on the
                       driver

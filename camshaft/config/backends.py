@@ -42,6 +42,7 @@ SINGLE_DEVICE = EngineCapabilities(
     multiple_ranks=False,
     supports_router_aux_loss=True,
     supports_router_replay=True,
+    supports_step_hyperparameters=True,
     supports_forecast=True,
     frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
@@ -51,12 +52,17 @@ FSDP = EngineCapabilities(
     shards_weights=True,
     supports_router_aux_loss=True,
     supports_router_replay=True,
+    supports_step_hyperparameters=True,
     supports_forecast=True,
     frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
 )
 FSDP1 = EngineCapabilities(
-    FSDP1Options, shards_weights=True, supports_router_aux_loss=True, supports_router_replay=True
+    FSDP1Options,
+    shards_weights=True,
+    supports_router_aux_loss=True,
+    supports_router_replay=True,
+    supports_step_hyperparameters=True,
 )
 MEGATRON = EngineCapabilities(
     MegatronOptions,

@@ -237,6 +237,8 @@ class EngineCapabilities:
     returns the metrics of its routers."""
     supports_router_replay: bool = False
     """True if the engine can compare and replay the experts of another forward pass (`StepContext.routing`)."""
+    supports_step_hyperparameters: bool = False
+    """True if `optimizer_step` of the engine accepts the hyperparameters of a step (`StepHyperparameters`)."""
     heads: tuple[Head, ...] = ("causal_lm", "value", "reward")
     """Supported output heads (`EngineModel.head`)."""
     families: tuple[str, ...] = ()

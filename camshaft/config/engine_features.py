@@ -141,6 +141,10 @@ ALL_FEATURES = (
     _option("write checkpoints in the background", SPEED, async_save=True),
     Feature("load checkpoints of another world size", SPEED),
     Feature(
+        "hyperparameters of a step", SPEED,
+        is_supported=lambda capabilities: capabilities.supports_step_hyperparameters,
+    ),
+    Feature(
         "contract suite on CPUs (gloo)", PLATFORMS,
         is_supported=lambda capabilities: "cpu" in capabilities.tested_devices,
     ),

@@ -29,7 +29,7 @@ from camshaft.config import backends
 from camshaft.config.backends import targets
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, OptimConfig
 from camshaft.device import seed_ranks
-from camshaft.engine.base import BaseEngine, Predictions, StepResult
+from camshaft.engine.base import BaseEngine, Predictions, StepHyperparameters, StepResult
 from camshaft.engine.context import RoutingMode, StepContext
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.heads import Output
@@ -40,8 +40,8 @@ from camshaft.seat import Seat
 
 __all__ = [
     "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineModel", "EngineOptions", "OptimConfig",
-    "Output", "PackedModel", "Predictions", "RoutingMode", "Seat", "StepContext", "StepResult", "TorchEngine",
-    "build_engine", "engine_class", "load_model", "seed_ranks",
+    "Output", "PackedModel", "Predictions", "RoutingMode", "Seat", "StepContext", "StepHyperparameters", "StepResult",
+    "TorchEngine", "build_engine", "engine_class", "load_model", "seed_ranks",
 ]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)

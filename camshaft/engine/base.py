@@ -15,10 +15,11 @@ log-prob of token j. `scores` hold one value per sequence.
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,27 @@ class StepResult:
     skipped: bool
     predictions: Any = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class StepHyperparameters:
+    """Hyperparameters of AdamW, or of another optimizer that has them, for one optimizer step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float | None = None
+    """Maximum norm of the gradient. 0 or None does not clip."""
+
+    def __post_init__(self) -> None:
+        numbers = asdict(self)
+        del numbers["betas"]
+        for name, value in numbers.items():
+            if not 0 <= (value or 0) < math.inf:
+                raise EngineError(f"StepHyperparameters: {name}={value} is not a finite number of at least 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise EngineError(f"StepHyperparameters: betas={self.betas} are not two numbers from 0 to below 1")
 
 
 class BaseEngine(ABC):
@@ -149,10 +171,12 @@ class BaseEngine(ABC):
         """Clear accumulated gradients."""
 
     @abstractmethod
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, hyperparameters: StepHyperparameters | None = None) -> float:
         """Clip the gradient norm and apply one update; return the norm before clipping.
 
-        If the norm is not finite, the update is skipped and `skipped_steps` increases by one.
+        If the norm is not finite, the update is skipped and `skipped_steps` increases by one. `hyperparameters` replace
+        those of the config and of the schedule in this step only. Pass them only to an engine that declares
+        `supports_step_hyperparameters`; other engines need not have the parameter.
         """
 
     @abstractmethod

@@ -39,6 +39,8 @@ class StepContext(TypedDict, total=False):
     """Number of `loss_mask` tokens in the mini-batch, summed over all data-parallel ranks. Set by the engine."""
     num_sequences: float
     """Number of rows with at least one `loss_mask` token, summed over all data-parallel ranks. Set by the engine."""
+    loss_is_sum: bool
+    """True if the loss is a sum over tokens on purpose, so that it needs no count. Set by the loss."""
     metrics: dict[str, Tensor]
     """Metrics of one micro-batch, divided by the counts of the mini-batch. Set by the loss; the engine sums them."""
 
@@ -80,7 +82,7 @@ def call_context(ctx: Mapping[str, Any] | None, head: Head) -> CallContext:
     temperature = float(values.get("temperature", 1.0))
     if temperature <= 0:
         raise EngineError(f"ctx['temperature']={temperature} is not above 0; use 1.0 for unscaled logits")
-    values.update(outputs=outputs, temperature=temperature, metrics={})
+    values.update(outputs=outputs, temperature=temperature, loss_is_sum=False, metrics={})
     return values
 
 

@@ -10,7 +10,8 @@ Parameters may be a mix of regular tensors and DTensors on different meshes.
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import UNSUPPORTED_OPTIMIZERS, OptimConfig, optimizer_problem
+from camshaft.engine.base import StepHyperparameters
 from camshaft.errors import EngineError
 from camshaft.plugins import import_attribute
 
@@ -189,6 +191,26 @@ class Schedule:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         return self.learning_rate
+
+
+@contextmanager
+def replaced_hyperparameters(optimizer: torch.optim.Optimizer, step: StepHyperparameters) -> Iterator[None]:
+    """Give `optimizer` the hyperparameters `step`, except the clipping, inside the context."""
+    values = {"lr": step.lr, "betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
+    missing = [name for name in values if name not in optimizer.defaults]
+    if missing:
+        raise EngineError(
+            f"{type(optimizer).__name__} has no {', '.join(missing)}, which StepHyperparameters sets; use "
+            "optimizer=AdamW, or call optimizer_step() without arguments"
+        )
+    previous = [{name: group[name] for name in values} for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group.update(values)
+        yield
+    finally:
+        for group, old in zip(optimizer.param_groups, previous, strict=True):
+            group.update(old)
 
 
 def clip_and_step(

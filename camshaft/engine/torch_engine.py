@@ -19,6 +19,7 @@ step consists of
 
 import contextlib
 import logging
+import math
 import secrets
 import warnings
 import weakref
@@ -54,6 +55,7 @@ from camshaft.engine.base import (
     LossFn,
     PostprocessFn,
     PreprocessFn,
+    StepHyperparameters,
     cast_weight,
 )
 from camshaft.engine.compute_dtype import cast_parameters
@@ -71,7 +73,7 @@ from camshaft.engine.micro_batches import (
     plan_padded_rows,
 )
 from camshaft.engine.offload import Part, Parts
-from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
+from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, replaced_hyperparameters
 from camshaft.engine.prefix_sharing import PrefixGroup, prefix_groups
 from camshaft.engine.routing import RoutingStep, check_coefficient, routing_step, separate_routing
 from camshaft.errors import EngineError
@@ -118,6 +120,8 @@ class TorchEngine(BaseEngine):
         self._loss_fn: LossFn | None = None
         self._warned_of_unread_counts = self._logged_padding = False
         self._skipped_steps = 0
+        self.grad_clip = config.grad_clip
+        """Maximum norm of the gradient in the current step."""
         self._series = secrets.token_hex(8)
 
     # -- placement on devices, implemented by subclasses ------------------------------------------
@@ -181,8 +185,11 @@ class TorchEngine(BaseEngine):
         """Free resources that a backward pass would normally free."""
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """Clip the gradient norm and apply one update; return (norm before clipping, True if it was applied)."""
-        return clip_and_step(self.optimizer, self.config.grad_clip)
+        """Clip the gradient norm to `self.grad_clip` and apply one update.
+
+        Return (norm before clipping, True if the update was applied).
+        """
+        return clip_and_step(self.optimizer, self.grad_clip)
 
     def shard_data(self, data: DataProto) -> DataProto:
         self.require_model()
@@ -370,7 +377,7 @@ class TorchEngine(BaseEngine):
 
     def _warn_of_unread_counts(self, ctx: Mapping[str, Any], micro_batches: int) -> None:
         """Warn once if the mini-batch is split but the loss function does not read its counts."""
-        is_split = micro_batches * self.seat.dp_size > 1
+        is_split = micro_batches * self.seat.dp_size > 1 and not ctx.get("loss_is_sum", False)
         if is_split and not self._warned_of_unread_counts and isinstance(ctx, CallContext) and not ctx.counts_read:
             self._warned_of_unread_counts = True
             warnings.warn(
@@ -397,12 +404,30 @@ class TorchEngine(BaseEngine):
         self.optimizer.zero_grad(set_to_none=True)
         self.parts.clear_gradients()
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, hyperparameters: StepHyperparameters | None = None) -> float:
         self.require_model()
-        with self.parts.on_device("model", "gradients", "optimizer"):
+        with self.parts.on_device("model", "gradients", "optimizer"), self._with_hyperparameters(hyperparameters):
             norm, updated = self.clip_and_step()
         self._skipped_steps += not updated
         return norm
+
+    @contextlib.contextmanager
+    def _with_hyperparameters(self, step: StepHyperparameters | None) -> Iterator[None]:
+        """Use the hyperparameters `step` inside the context; None changes nothing."""
+        if step is None:
+            yield
+            return
+        if not self.capabilities.supports_step_hyperparameters:
+            raise EngineError(
+                f"{type(self).__name__} does not support hyperparameters of a step; call optimizer_step() without "
+                "arguments, or declare supports_step_hyperparameters if the engine keeps this rule of the contract"
+            )
+        with replaced_hyperparameters(self.optimizer, step):
+            self.grad_clip = step.clip_grad or math.inf
+            try:
+                yield
+            finally:
+                self.grad_clip = self.config.grad_clip
 
     def non_finite_gradient(self) -> str | None:
         for name, parameter in reversed(self.named_parameters().items()):

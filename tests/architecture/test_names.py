@@ -13,7 +13,7 @@ SPECIFIED = {
     "eval_mode": "(self)",
     "forward_backward_step": "(self, batch, ctx=None, forward_only=False, preprocess_fn=None, postprocess_fn=None)",
     "optimizer_zero_grad": "(self)",
-    "optimizer_step": "(self)",
+    "optimizer_step": "(self, hyperparameters=None)",
     "lr_scheduler_step": "(self)",
     "shard_data": "(self, data)",
     "unshard_data": "(self, data)",

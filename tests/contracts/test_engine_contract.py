@@ -1,5 +1,6 @@
 """Every engine of the package follows every rule of the contract, and every rule detects a broken engine."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.engine.ranks import check_engine_on_ranks
 from camshaft.contracts.engine.suite import RULES, check_engine
 from camshaft.contracts.rules import Rule, Violation, find_problem
-from camshaft.engine import ENGINES, engine_class
+from camshaft.engine import ENGINES, StepHyperparameters, engine_class
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
 from camshaft.models.packed import PackedModel
@@ -98,6 +99,40 @@ def test_an_engine_for_one_rank_is_not_checked_on_several(tmp_path: Path) -> Non
         "SingleDeviceEngine supports only one rank (capabilities.multiple_ranks=False), but 2 were requested; check it "
         "on one rank"
     )
+
+
+class WithoutHyperparameters(SingleDeviceEngine):
+    """An engine from the time before hyperparameters of a step."""
+
+    capabilities = dataclasses.replace(SingleDeviceEngine.capabilities, supports_step_hyperparameters=False)
+
+    def optimizer_step(self) -> float:
+        return super().optimizer_step()
+
+
+def test_an_engine_without_hyperparameters_of_a_step_keeps_the_rules(tmp_path: Path) -> None:
+    rules = [BY_NAME[name] for name in ("interface", "hyperparameters of a step", "updates equal adamw")]
+    assert [verdict.problem for verdict in check_engine(WithoutHyperparameters, str(tmp_path), rules)] == [None] * 3
+
+    class Claims(WithoutHyperparameters):
+        capabilities = SingleDeviceEngine.capabilities
+
+    problem = next(check_engine(Claims, str(tmp_path), rules)).problem
+    assert problem is not None
+    assert "hyperparameters" in problem
+
+
+def test_hyperparameters_of_an_engine_that_does_not_declare_them_are_refused(tmp_path: Path) -> None:
+    class Undeclared(SingleDeviceEngine):
+        capabilities = WithoutHyperparameters.capabilities
+
+    harness = EngineHarness(Undeclared, tmp_path)
+    engine = harness.build()
+    with engine.train_mode():
+        engine.forward_backward_step(harness.batch)
+        with pytest.raises(EngineError, match="Undeclared does not support hyperparameters of a step"):
+            engine.optimizer_step(StepHyperparameters(0.1, (0.9, 0.95), 1e-12, 0.0))
+        assert engine.optimizer_step() > 0
 
 
 def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:

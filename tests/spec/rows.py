@@ -69,8 +69,11 @@ _ENGINE_METHODS: dict[str, Row] = {
     ),
     "optimizer_step(self)": (
         "Clips the gradient norm, updates the weights, and returns the norm before clipping. A non-finite gradient "
-        "skips the update and is counted.",
-        _method("optimizer_step", "norm_is_before_clipping", "non_finite_gradient_is_skipped"),
+        "skips the update and is counted. Deviates: the optional argument `hyperparameters` "
+        "replaces those of the config in this step; engines declare if they accept it.",
+        _method(
+            "optimizer_step", "norm_is_before_clipping", "non_finite_gradient_is_skipped", "hyperparameters_of_a_step"
+        ),
     ),
     "lr_scheduler_step(self)": (
         "Advances the schedule by one step and returns the learning rate of the next update.",

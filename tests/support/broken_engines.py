@@ -14,9 +14,10 @@ from torch import Tensor
 from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto
 from camshaft.engine import micro_batches
-from camshaft.engine.base import Batch, DtypeOf, Seat
+from camshaft.engine.base import Batch, DtypeOf, Seat, StepHyperparameters
 from camshaft.engine.context import StepContext
 from camshaft.engine.micro_batches import MicroBatches, as_batch
+from camshaft.engine.optim import clip_and_step
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
@@ -202,6 +203,23 @@ class IgnoresWeightDecay(SingleDeviceEngine):
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.0
         return super().optimizer_step()
+
+
+class KeepsHyperparameters(SingleDeviceEngine):
+    """Write the hyperparameters of a step into the optimizer, where they stay."""
+
+    def optimizer_step(self, hyperparameters: StepHyperparameters | None = None) -> float:
+        if hyperparameters is not None:
+            for group in self.optimizer.param_groups:
+                group.update(weight_decay=hyperparameters.weight_decay, betas=hyperparameters.betas)
+        return super().optimizer_step(hyperparameters)
+
+
+class ClipsAsConfigured(SingleDeviceEngine):
+    """Clip the gradient norm by the config instead of the hyperparameters of the step."""
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        return clip_and_step(self.optimizer, self.config.grad_clip)
 
 
 class DecaysFrozenWeights(SingleDeviceEngine):
@@ -600,6 +618,8 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     ForgetsSkippedSteps: "resume is bitwise",
     SavesPrefixedNames: "resume is bitwise",
     IgnoresWeightDecay: "updates equal adamw",
+    KeepsHyperparameters: "hyperparameters of a step",
+    ClipsAsConfigured: "hyperparameters of a step",
     CountsSkippedUpdates: "non finite gradient is skipped",
     MisstatesRanksPerRow: "seat and shards",
     SkipsChecksums: "damaged checkpoints are rejected",

@@ -10,8 +10,9 @@ oracle (`harness.measure_tolerances`).
 
 A rule is a function that takes an `EngineHarness`. Its docstring states the requirement, and its name appears in
 reports. This file contains the rules about predictions, steps and modes. Rules about checkpoints are in
-`checkpoints.py`, the rule about adapters in `adapters.py`, the one about missing calls in `missing_calls.py`, and rules
-about the exact KL divergence in `exact_kl.py`.
+`checkpoints.py`, the rule about adapters in `adapters.py`, the one about hyperparameters of a step in
+`hyperparameters.py`, the one about missing calls in `missing_calls.py`, and rules about the exact KL divergence in
+`exact_kl.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from camshaft.contracts.engine import checkpoints
 from camshaft.contracts.engine.adapters import adapter
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
+from camshaft.contracts.engine.hyperparameters import hyperparameters_of_a_step
 from camshaft.contracts.engine.missing_calls import errors_name_the_missing_call
 from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
 from camshaft.contracts.rules import Rule, Verdict, expect, expect_error, find_problem, make_rules, run_rules
@@ -53,6 +55,8 @@ def interface(harness: EngineHarness) -> None:
             continue
         specified, actual = inspect.signature(member), inspect.signature(getattr(engine_class, name))
         required = {n: p.default for n, p in specified.parameters.items()}
+        if not engine_class.capabilities.supports_step_hyperparameters:
+            required.pop("hyperparameters", None)
         accepted = {n: p.default for n, p in actual.parameters.items()}
         expect(
             required.items() <= accepted.items(),
@@ -514,12 +518,12 @@ def _functions() -> dict[str, Any]:
 
 RULES: tuple[Rule[EngineHarness], ...] = make_rules(
     interface, predictions, order_of_rows, token_budget_is_hard, hooks, raw_batches, step_equals_oracle,
-    updates_equal_adamw, norm_is_before_clipping, step_outside_train_mode, split_invariance, unread_counts_are_reported,
-    prefix_sharing, offload_changes_nothing, context, padded_batch, non_finite_gradient_is_skipped,
-    no_wait_per_micro_batch, modes, schedule, runs_are_reproducible, seat_and_shards, errors_name_the_missing_call,
-    libraries_stay_unpatched, checkpoints.weights_have_hugging_face_names, checkpoints.resume_is_bitwise,
-    checkpoints.damaged_checkpoints_are_rejected, checkpoints.retention, checkpoints.remote_copy, adapter, exact_kl,
-    inference_within_a_step,
+    updates_equal_adamw, hyperparameters_of_a_step, norm_is_before_clipping, step_outside_train_mode, split_invariance,
+    unread_counts_are_reported, prefix_sharing, offload_changes_nothing, context, padded_batch,
+    non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, runs_are_reproducible, seat_and_shards,
+    errors_name_the_missing_call, libraries_stay_unpatched, checkpoints.weights_have_hugging_face_names,
+    checkpoints.resume_is_bitwise, checkpoints.damaged_checkpoints_are_rejected, checkpoints.retention,
+    checkpoints.remote_copy, adapter, exact_kl, inference_within_a_step,
 )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ class FSDP1Engine(FSDPEngine):
         (loss * self.meshes.weights.size()).backward()
 
     def clip_and_step(self) -> tuple[float, bool]:
-        return clip_and_step(self.optimizer, self.config.grad_clip, self._total_norm)
+        return clip_and_step(self.optimizer, self.grad_clip, self._total_norm)
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the gradients, of which each rank holds a slice."""

@@ -163,7 +163,7 @@ class MegatronEngine(ShardedEngine):
         self.data_parallel.zero_grad()
 
     def clip_and_step(self) -> tuple[float, bool]:
-        return self.data_parallel.clip_and_step(self.config.grad_clip)
+        return self.data_parallel.clip_and_step(self.grad_clip)
 
     def non_finite_gradient(self) -> str | None:
         self.require_model()

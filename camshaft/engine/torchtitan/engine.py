@@ -89,7 +89,7 @@ class TorchtitanEngine(ShardedEngine):
             dist.all_reduce(square, group=pipeline)
             return square.sqrt()
 
-        return clip_and_step(self.optimizer, self.config.grad_clip, total_norm)
+        return clip_and_step(self.optimizer, self.grad_clip, total_norm)
 
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None

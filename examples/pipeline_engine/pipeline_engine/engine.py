@@ -73,7 +73,7 @@ class PipelineEngine(TorchEngine):
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
         self.module.sum_tied_gradient()
-        return clip_and_step(self.optimizer, self.config.grad_clip, self._norm)
+        return clip_and_step(self.optimizer, self.grad_clip, self._norm)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm over all stages; a tied weight counts once."""

@@ -1,4 +1,6 @@
+import dataclasses
 import math
+import re
 from typing import Any, Literal
 
 import pytest
@@ -9,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from camshaft.config.engine import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, OptimConfig
-from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, learning_rate_at
+from camshaft.engine.base import StepHyperparameters
+from camshaft.engine.optim import (
+    Schedule,
+    build_optimizer,
+    clip_and_step,
+    learning_rate_at,
+    replaced_hyperparameters,
+)
 from camshaft.errors import EngineError
 
 
@@ -49,6 +58,39 @@ def test_schedule_sets_the_rate_of_every_group() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert schedule.set_update(1) == 1.0
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+STEP = StepHyperparameters(lr=0.2, betas=(0.5, 0.6), eps=0.3, weight_decay=0.4)
+
+
+def test_hyperparameters_of_a_step_are_restored_after_an_error() -> None:
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], OptimConfig(lr=1.0))
+    group = optimizer.param_groups[0]
+    before = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+    def fail(*_: Any) -> None:
+        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.2, (0.5, 0.6), 0.3, 0.4)
+        raise ZeroDivisionError
+
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError), replaced_hyperparameters(optimizer, STEP):
+        optimizer.step()
+    assert {name: group[name] for name in before} == before
+
+
+def test_an_optimizer_without_betas_rejects_hyperparameters_of_a_step() -> None:
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], OptimConfig(optimizer="SGD"))
+    with pytest.raises(EngineError, match="SGD has no betas, eps"), replaced_hyperparameters(optimizer, STEP):
+        pass
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": -1.0}, {"eps": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": math.inf}, {"clip_grad": -1.0}]
+)
+def test_an_invalid_hyperparameter_of_a_step_is_named(change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with pytest.raises(EngineError, match=re.escape(f"StepHyperparameters: {name}={value}")):
+        dataclasses.replace(STEP, **change)
 
 
 def test_first_adamw_update_by_hand() -> None:
