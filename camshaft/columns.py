@@ -48,6 +48,8 @@ _TABLE = (
     Column("env_failure", "object", "str", "failure of the environment, or None, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments",)),
     Column("transcript", "object", "list", "messages of the episode, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments", "tracking/samples")),
     Column("answer_options", "object", "list", "per answer of a program: sampling options that are not those of the run, with rollout.multi_turn.environment", "roles/episodes", ("tracking/samples",)),
+    Column("sequence_lengths", "ragged", "int64", "per row of the session: its tokens of a prompt in `responses`, and the tokens behind it, with rollout.multi_turn.agent", "roles/episodes", ("roles/sequences", "rewards/overlong", "tracking/samples")),
+    Column("sequence_weight", "tensor", "float32", "per row of an engine: weight of the row in `num_sequences`, with rollout.multi_turn.agent", "roles/sequences", ("engine", "roles/base")),
     Column("responses", "ragged", "int64", "token IDs of the response, including the end-of-sequence token", "roles/rollout", ("roles/base", "rewards/manager", "roles/reward_input")),
     Column("response_mask", "ragged", "bool", "per response token: true if the policy sampled the token", "roles/rollout", ("roles/base", "roles/reward_model", "trainer/advantages")),
     Column("rollout_log_probs", "ragged", "float32", "per response token: log-prob under the sampling distribution", "roles/rollout", ("trainer/advantages", "trainer/metrics", "trainer/ppo")),

@@ -8,8 +8,8 @@ Tokens are only ever appended. Text is for people, reward functions and environm
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from camshaft.agents.environment import Fault, Message
 
@@ -52,6 +52,9 @@ class Episode:
     """Number of tokens of the history that were computed again for later answers."""
     sampling: list[dict[str, float]] = field(default_factory=list)
     """For each answer, the sampling options that a program has set, if it has set any."""
+    sequences: list[tuple[int, int]] = field(default_factory=list)
+    """For each row of a session with several rows: in `tokens`, the number of tokens of its prompt, and of the tokens
+    behind it. The prompt of the first row is `prompt`."""
 
     def add_answer(
         self, ids: Sequence[int], log_probs: Sequence[float], text: str, **parts: str | Sequence[Message]
@@ -79,3 +82,31 @@ class Episode:
     def add_final_reward(self, reward: float) -> None:
         """Add the reward of the whole episode to the last token that was sampled."""
         self.rewards[len(self.mask) - 1 - self.mask[::-1].index(True)] += reward
+
+
+def join_rows(rows: Sequence[Episode]) -> Episode:
+    """Return the rows of a session as one episode, whose answers are those of the rows, one row after the other.
+
+    Each further row follows with its prompt. The first message of a further row has the field `row`: 2, 3, and so on.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    lists: Any = {name: [] for name in ("messages", "tokens", "mask", "log_probs", "rewards", "sampling", "sequences")}
+    joined = replace(rows[0], **lists, turns=0, num_recomputed=0)
+    has_options = any(row.sampling for row in rows)
+    for number, row in enumerate(rows):
+        prompt, messages = [], row.messages
+        if number:
+            prompt, messages = row.prompt, [{**row.messages[0], "row": number + 1}, *row.messages[1:]]
+        joined.add_told(prompt, messages)
+        joined.sequences.append((len(prompt), len(row.tokens)))
+        joined.tokens += row.tokens
+        joined.mask += row.mask
+        joined.log_probs += row.log_probs
+        joined.rewards += row.rewards
+        joined.sampling += row.sampling or [{}] * (row.turns * has_options)
+        joined.turns += row.turns
+        joined.num_recomputed += row.num_recomputed
+        if joined.stop_reason == "done":
+            joined.stop_reason = row.stop_reason
+    return joined

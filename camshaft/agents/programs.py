@@ -112,7 +112,10 @@ class ProgramPool:
     def play(
         self, sessions: Sessions, questions: Sequence[Question], episode_timeout: float | None = None
     ) -> list[list[Episode]]:
-        """Run a program for each question, and return the episodes of its session, at least one."""
+        """Run a program for each question, and return the rows of its session, at least one.
+
+        The last row has the reward of the program.
+        """
         if not questions:
             return []
         try:
@@ -201,8 +204,8 @@ class _Round:
         episodes = episodes or [Episode(list(self.questions[number].messages))]
         first = episodes[0]
         first.seconds, first.fault = idle.total, fault
-        if fault is None and outcome.reward is not None and any(first.mask):
-            first.add_final_reward(outcome.reward)
+        if fault is None and outcome.reward is not None and any(episodes[-1].mask):
+            episodes[-1].add_final_reward(outcome.reward)
         for episode in episodes:
             if fault is not None:
                 episode.stop_reason = "error"

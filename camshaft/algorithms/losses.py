@@ -48,14 +48,20 @@ class Counts:
     num_tokens: float
     """Number of masked-in tokens in the mini-batch, over all micro-batches and ranks."""
     num_sequences: float
-    """Number of rows in the mini-batch with a masked-in token, over all micro-batches and ranks."""
+    """Number of rows in the mini-batch with a masked-in token, or the sum of their weights, over all micro-batches and
+    ranks."""
     horizon: float | None = None
     """Divisor of `seq-mean-token-sum-norm`, for example the maximum response length."""
+    weights: Tensor | None = None
+    """(B,) weights of the rows, with which `num_sequences` counts them, or None if each row has the weight 1. If the
+    sequences of one episode are several rows, these are their shares of its masked-in tokens."""
 
     @classmethod
-    def of(cls, mask: TokenMask, ctx: Mapping[str, Any], horizon: float | None = None) -> Self:
+    def of(
+        cls, mask: TokenMask, ctx: Mapping[str, Any], horizon: float | None = None, weights: Tensor | None = None
+    ) -> Self:
         """Return the mask of a micro-batch with the counts of its mini-batch, which the engine writes to `ctx`."""
-        return cls(mask.values, mask.device_lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
+        return cls(mask.values, mask.device_lengths, ctx["num_tokens"], ctx["num_sequences"], horizon, weights)
 
 
 # -- aggregation --------------------------------------------------------------------------------------
@@ -75,6 +81,8 @@ def _seq_mean_token_sum(x: Tensor, counts: Counts) -> Tensor:
 
 def _seq_mean_token_mean(x: Tensor, counts: Counts) -> Tensor:
     row_means = row_sums(x, counts.lengths) / row_sums(counts.mask.to(x.dtype), counts.lengths).clamp(min=1)
+    if counts.weights is not None:
+        row_means = row_means * counts.weights.to(row_means.dtype)
     return row_means.sum() / max(counts.num_sequences, 1)
 
 
@@ -101,7 +109,8 @@ With mask m, rows i and tokens t of a row:
     seq-mean-token-mean      sum_i (sum_t m l / sum_t m) / num_sequences equal weight per row
     seq-mean-token-sum-norm  sum_it m l / num_sequences / horizon        seq-mean-token-sum divided by a constant
 
-Rows without a masked-in token have zero weight. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et al.,
+Rows without a masked-in token have zero weight. With weights w of rows, `seq-mean-token-mean` is the sum of w times the
+mean of a row, and `num_sequences` the sum of w. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et al.,
 arXiv:2503.20783.
 """
 

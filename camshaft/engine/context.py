@@ -38,7 +38,8 @@ class StepContext(TypedDict, total=False):
     num_tokens: float
     """Number of `loss_mask` tokens in the mini-batch, summed over all data-parallel ranks. Set by the engine."""
     num_sequences: float
-    """Number of rows with at least one `loss_mask` token, summed over all data-parallel ranks. Set by the engine."""
+    """Number of rows with at least one `loss_mask` token, summed over all data-parallel ranks. If the batch has the
+    column `sequence_weight`, (B,), it is the sum of the weights of these rows. Set by the engine."""
     loss_is_sum: bool
     """True if the loss is a sum over tokens on purpose, so that it needs no count. Set by the loss."""
     metrics: dict[str, Tensor]

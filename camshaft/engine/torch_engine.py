@@ -371,7 +371,10 @@ class TorchEngine(BaseEngine):
     def _store_counts(self, data: DataProto, ctx: StepContext) -> None:
         """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
-        local_counts = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
+        rows = (mask.sum() > 0).double()
+        if "sequence_weight" in data:
+            rows = rows * data["sequence_weight"]
+        local_counts = torch.stack([mask.values.sum(), rows.sum()])
         tokens, sequences = self.sum_over_ranks(to_device(local_counts, self.device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
 

@@ -10,6 +10,7 @@ training uses, but not to `scores`, which validation uses.
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from camshaft.dataproto import DataProto
@@ -34,8 +35,7 @@ class OverlongPenalty(RewardsWrapper):
         """Score a batch. With `log`, the metrics include the mean penalty and the fraction of penalized responses."""
         assert self.rewards is not None
         result = self.rewards.score(batch, decode, pending)
-        responses = batch.ragged("responses")
-        penalties = penalty(responses.lengths, self.limit, self.buffer, self.factor)
+        penalties = penalty(_lengths(batch), self.limit, self.buffer, self.factor)
         penalized = result.token_level_scores.values + on_last_token(penalties, batch.ragged("response_mask")).values
         metrics = {
             "reward/overlong_reward/mean": float(penalties.mean()),
@@ -43,3 +43,10 @@ class OverlongPenalty(RewardsWrapper):
         }
         scores = result.token_level_scores.like(penalized)
         return replace(result, token_level_scores=scores, metrics=result.metrics | (metrics if self.log else {}))
+
+
+def _lengths(batch: DataProto) -> Tensor:
+    """Return the number of tokens behind the prompt of each row, (B,): of several sequences, that of the longest."""
+    if "sequence_lengths" not in batch:
+        return batch.ragged("responses").lengths
+    return torch.stack([parts[:, 1].max() for parts in batch.ragged("sequence_lengths").rows()])

@@ -14,6 +14,7 @@
     sft.py           model of supervised fine-tuning
     rm.py            trained reward model: compute_scores
     worker_class.py  loads custom role classes that the config names
+    sequences.py     rows of a batch that are several sequences for the model
     base.py          base classes, engine columns, mini-batches, metrics of an update
 
 A role defines the columns that it reads and writes, its epochs, mini-batches, loss and metrics. A controller calls the
@@ -21,6 +22,7 @@ registered methods of a role on all ranks. Direct calls in a single process retu
 """
 
 from camshaft.roles.actor import ActorWorker, RefWorker
+from camshaft.roles.base import token_columns
 from camshaft.roles.critic import CriticWorker
 from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
@@ -34,4 +36,5 @@ from camshaft.roles.worker_class import load_worker_class
 __all__ = [
     "REWARD_METHODS", "ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "GenerateWorker", "RMWorker", "RefWorker",
     "RewardModelWorker", "RolloutWorker", "SFTWorker", "SupervisedWorker", "load_worker_class",
+    "token_columns",
 ]  # fmt: skip

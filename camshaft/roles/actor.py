@@ -33,9 +33,10 @@ from camshaft.engine import BaseEngine, Output, RoutingMode, StepContext, build_
 from camshaft.engine.base import PreprocessFn
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
-from camshaft.roles.base import EngineRole, TrainedRole, mini_batches, select_responses
+from camshaft.roles.base import EngineRole, TrainedRole, loss_counts, mini_batches, select_responses, token_columns
 from camshaft.roles.bypass import BypassCorrection
 from camshaft.roles.exact_kl import reference_distribution
+from camshaft.roles.sequences import with_lengths
 from camshaft.roles.token_selection import selected_tokens
 
 OldLogProbs = Literal["actor", "update", "rollout"]
@@ -84,8 +85,8 @@ class ActorWorker(TrainedRole):
         return partial(function, clip=self.clip, mode=self.actor.aggregation(), **loss.parameters())
 
     def _list_loss_columns(self) -> list[str]:
-        """Return the columns that the loss reads, besides `old_log_probs`."""
-        columns = ["prompts", "responses", "response_mask", "advantages"]
+        """Return the columns that the loss reads, besides the tokens and `old_log_probs`."""
+        columns = ["advantages"]
         if self.kl.is_sampled_in_loss:
             columns.append("ref_log_prob")
         if self.correction.needs_mean_weight():
@@ -132,7 +133,9 @@ class ActorWorker(TrainedRole):
         in_update = old_log_probs == "update"
         routing = self.routing if in_update or self.routing == "replay" else None
         old = [] if in_update else ["old_log_probs"]
-        rows = data.select(*self.loss_columns, *old, *([] if routing is None else ["routed_experts"]))
+        rows = data.select(
+            *token_columns(data), *self.loss_columns, *old, *([] if routing is None else ["routed_experts"])
+        )
         if "rollout_rs_mask" in rows:  # rejected tokens are excluded from the loss and from its denominators
             accepted, mask = rows.ragged("rollout_rs_mask"), rows.ragged("response_mask")
             rows = rows.with_columns(response_mask=mask.like(mask.values & accepted.values))
@@ -175,7 +178,7 @@ class ActorWorker(TrainedRole):
     ) -> tuple[Tensor, StepContext]:
         """Compute the policy loss minus the entropy bonus plus the KL loss, all with the same aggregation."""
         actor, mode = self.actor, self.aggregation
-        counts = Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
+        counts = loss_counts(data, ctx, self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
         old = log_probs.detach() if source == "update" else data["old_log_probs"].values
         loss, metrics = self._policy_loss(log_probs, old, data, counts)
@@ -254,4 +257,6 @@ class AdapterlessRef(RefWorker):
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:
     """Return the columns of the policy that are predicted, for the responses."""
     columns = {name: select_responses(predictions, name, data).to("cpu") for name in PREDICTED if name in predictions}
+    if "row_lengths" in data.meta_info:
+        columns = with_lengths(columns, data.meta_info["row_lengths"])
     return DataProto.from_dict({PREDICTED[name]: column for name, column in columns.items()})

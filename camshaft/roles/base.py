@@ -23,23 +23,37 @@ from typing import Any
 import torch
 
 from camshaft import storage
+from camshaft.algorithms import Counts
 from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine, StepContext, StepResult
 from camshaft.progress import track
+from camshaft.roles.sequences import SEQUENCES, split_rows, whole_rows
 from camshaft.seat import Seat
+
+
+def token_columns(data: DataProto) -> tuple[str, ...]:
+    """Return the names of the columns that roles read for a forward pass over the batch."""
+    return ("prompts", "responses", "response_mask", *([SEQUENCES] if SEQUENCES in data else []))
 
 
 def as_sequences(data: DataProto) -> DataProto:
     """Add `input_ids`, prompt followed by response, and `loss_mask`, True for tokens that the policy sampled."""
     prompts, responses, mask = data.ragged("prompts"), data.ragged("responses"), data.ragged("response_mask")
-    return data.with_columns(**DataProto.from_responses(prompts, responses, loss_mask=mask).columns)
+    rows = data.with_columns(**DataProto.from_responses(prompts, responses, loss_mask=mask).columns)
+    return split_rows(rows) if SEQUENCES in data else rows
 
 
 def select_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
     """Return a prediction at the response tokens."""
     return predictions[name].suffix(data.ragged("responses").lengths)
+
+
+def loss_counts(data: DataProto, ctx: StepContext, horizon: float) -> Counts:
+    """Return the mask of a micro-batch of responses with the counts of its mini-batch."""
+    weights = data["sequence_weight"] if "sequence_weight" in data else None  # noqa: SIM401
+    return Counts.of(data.ragged("response_mask"), ctx, horizon, weights)
 
 
 def mini_batches(data: DataProto, size: int, epochs: int, seed: int | None, presharded: bool) -> Iterator[DataProto]:
@@ -49,7 +63,7 @@ def mini_batches(data: DataProto, size: int, epochs: int, seed: int | None, pres
     all epochs in order (`trainer/mini_batches.py`).
     """
     epochs, seed = (1, None) if presharded else (epochs, seed)
-    batches = as_sequences(data).make_iterator(size, epochs, seed)
+    batches = map(as_sequences, data.make_iterator(size, epochs, seed))
     return track(batches, epochs * len(data) // max(1, size), "mini-batches")
 
 
@@ -128,7 +142,8 @@ class EngineRole(Worker):
     def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
         """Compute predictions for `data` without gradients."""
         with self.engine.eval_mode():
-            return self.engine.infer_batch(as_sequences(data), ctx)
+            predictions = self.engine.infer_batch(as_sequences(data), ctx)
+        return whole_rows(predictions, data) if SEQUENCES in data else predictions
 
 
 class TrainedRole(EngineRole):

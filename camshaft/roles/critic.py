@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.algorithms import Counts, value_loss
+from camshaft.algorithms import value_loss
 from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import TrainedRole, mini_batches, select_responses
+from camshaft.roles.base import TrainedRole, loss_counts, mini_batches, select_responses, token_columns
 
 
 class CriticWorker(TrainedRole):
@@ -36,7 +36,7 @@ class CriticWorker(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, seed: int = 0, presharded: bool = False) -> DataProto:
         """Regress the values on `returns`. `seed` and `presharded` have the meaning of `ActorWorker.update_actor`."""
-        rows = data.select("prompts", "responses", "response_mask", "values", "returns")
+        rows = data.select(*token_columns(data), "values", "returns")
         order = seed if self.critic.shuffle else None
         ctx = StepContext(outputs=("values",))
         with self.update() as metrics:
@@ -49,7 +49,7 @@ class CriticWorker(TrainedRole):
             select_responses(predictions, "values", data).values,
             data["values"].values,
             data["returns"].values,
-            Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length),
+            loss_counts(data, ctx, self.config.data.max_response_length),
             cliprange=self.critic.cliprange_value,
             mode=self.aggregation,
         )

@@ -5,9 +5,9 @@
 
 It reads `raw_prompt`, `sampling_seed`, `environment_seed` and the columns of the data that the environments read, and
 replaces the column `prompts`, because `reset` may add to it. Beside the columns of `rollout.py`, it writes
-`stop_reason`, `turns`, `env_scores`, `env_failure`, `transcript` and `answer_options`. If the session of a program has
-several rows, the first one is that of the batch; the others are counted. Everything behind the prompt is in
-`responses`, and `response_mask` is true for sampled tokens.
+`stop_reason`, `turns`, `env_scores`, `env_failure`, `transcript` and `answer_options`. Everything behind the prompt is
+in `responses`, and `response_mask` is true for sampled tokens. With programs, it also writes `sequence_lengths`,
+because the rows of a session are one row of the batch (`sequences.py`).
 """
 
 import functools
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Start
-from camshaft.agents.episode import Episode
+from camshaft.agents.episode import Episode, join_rows
 from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
 from camshaft.agents.play import Limits, Question, play
@@ -41,6 +41,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles.rollout import RolloutWorker
+from camshaft.roles.sequences import SEQUENCES
 from camshaft.rollout import BaseRollout, SamplingParams, mix_seeds, open_stream
 
 SEED_BITS = 31
@@ -105,6 +106,10 @@ class EpisodePlayer(ABC):
         """Return further metrics of the last episodes."""
         return {}
 
+    def columns(self, episodes: Sequence[Episode]) -> dict[str, Ragged]:
+        """Return further columns."""
+        return {}
+
     def play(self, rollout: BaseRollout, rows: DataProto, sampling: SamplingParams) -> DataProto:
         """Play one episode for each row that is not padding, and return the columns of all rows."""
         start, count = time.perf_counter(), self.pool.num_failures
@@ -121,9 +126,8 @@ class EpisodePlayer(ABC):
             "perf/rollout_tokens_per_second": sum(sum(episode.mask) for episode in episodes) / max(seconds, 1e-9),
         } | self.metrics()
         episodes += [Episode([], stop_reason="prompt") for _ in range(len(rows) - len(episodes))]  # padding
-        return DataProto.from_dict(
-            episode_columns(episodes, rows.ragged("prompts"), self.bridge.tokenizer), {"metrics": metrics}
-        )
+        columns = episode_columns(episodes, rows.ragged("prompts"), self.bridge.tokenizer)
+        return DataProto.from_dict(columns | self.columns(episodes), {"metrics": metrics})
 
 
 @dataclass
@@ -145,6 +149,8 @@ class ProgramPlayer(EpisodePlayer):
     allow_sampling: bool = False
     num_other_rows: int = 0
     """Number of rows of the last sessions behind their first ones."""
+    has_reported: bool = False
+    """True after the notice about sessions with several rows."""
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
         questions = [question(row, self.pool.spec) for row in rows]
@@ -152,15 +158,20 @@ class ProgramPlayer(EpisodePlayer):
         with open_stream(rollout) as stream, Endpoint(stream, *arguments) as endpoint:
             sessions = self.pool.play(endpoint, questions, self.limits.timeout)
         self.num_other_rows = sum(len(session) - 1 for session in sessions)
-        if self.num_other_rows:
+        if self.num_other_rows and not self.has_reported:
+            self.has_reported = True
             logger.warning(
                 "%d of %d sessions have several rows, because their programs have begun another history (%d times), "
-                "run in parallel or asked for several answers. The first row of each is trained on, the %d others are "
-                "not",
+                "run in parallel or asked for several answers. The %d further rows are trained on too, each in its own "
+                "context, and an episode counts once, however many rows it has. agent/other_rows counts further rows",
                 *(sum(len(session) > 1 for session in sessions), len(sessions)),
                 *(endpoint.num_other_histories, self.num_other_rows),
             )
-        return [session[0] for session in sessions]
+        return [join_rows(session) for session in sessions]
+
+    def columns(self, episodes: Sequence[Episode]) -> dict[str, Ragged]:
+        pairs = [episode.sequences or [(0, len(episode.tokens) or 1)] for episode in episodes]
+        return {SEQUENCES: Ragged.from_rows([torch.tensor(row) for row in pairs], torch.int64)}
 
     def metrics(self) -> dict[str, float]:
         return {"agent/other_rows": float(self.num_other_rows)}

@@ -17,6 +17,7 @@ from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext
 from camshaft.engine.base import PreprocessFn
 from camshaft.roles.base import EngineRole, as_sequences, select_responses
+from camshaft.roles.sequences import SEQUENCES, whole_rows
 
 
 def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: float) -> DataProto:
@@ -24,6 +25,7 @@ def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: f
     ctx = StepContext(outputs=("full_kl",), temperature=temperature)
     with reference_distribution(ref, temperature) as preprocess, actor.engine.eval_mode():
         predictions = actor.engine.infer_batch(as_sequences(data), ctx, preprocess)
+    predictions = whole_rows(predictions, data) if SEQUENCES in data else predictions
     return DataProto.from_dict({"full_kl": select_responses(predictions, "full_kl", data).to("cpu")})
 
 

@@ -162,7 +162,7 @@ agent/tool_errors | calls | roles/episodes.py |
     Failed calls: of tools, which the policy is told, with those that cannot be read, and of environments or programs
     (exceptions, timeouts and crashes, including those that were repeated with success).
 agent/other_rows | rows | roles/episodes.py |
-    Rows of the sessions of programs that are not trained on, because they are not the first of their session.
+    Further rows of the sessions of programs, besides the first row of each session. They are trained on too.
 agent/prompt_tokens_recomputed | tokens | roles/episodes.py |
     Tokens of the history of an episode that were computed again for a later answer. An upper bound for rollouts with a
     prefix cache, whose hits it does not subtract.

@@ -16,7 +16,7 @@ import os
 import random
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,19 +211,38 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
 
 def conversations(batch: DataProto) -> list[str]:
     """Return the messages of each episode as JSON, with `reward` and the options `sampling` of each answer."""
-    columns = (batch.ragged(name).rows() for name in ("response_mask", "env_scores"))
+    masks, scores = (batch.ragged(name).rows() for name in ("response_mask", "env_scores"))
+    parts = [[len(mask)] for mask in masks]
+    if "sequence_lengths" in batch:
+        parts = [row.sum(dim=-1).tolist() for row in batch.ragged("sequence_lengths").rows()]
     texts: list[str] = []
-    for messages, options, mask, scores in zip(batch["transcript"], batch["answer_options"], *columns, strict=True):
+    columns = (batch["transcript"], batch["answer_options"], masks, scores, parts)
+    for messages, options, mask, rewards, lengths in zip(*columns, strict=True):
         is_end = mask & ~torch.cat([mask[1:], mask.new_zeros(1)])
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = _sampled_answers(messages, [int(ends.sum()) for ends in is_end.split(lengths)])
         added: dict[int, dict[str, Any]] = {number: {} for number in answers}
-        for number, reward in zip(reversed(answers), reversed(scores[is_end].tolist()), strict=False):
+        for number, reward in zip(reversed(answers), reversed(rewards[is_end].tolist()), strict=False):
             added[number]["reward"] = reward
         for number, changed in zip(reversed(answers), reversed(options), strict=False):
             added[number] |= {"sampling": changed} if changed else {}
-        rows = [{**message, **added.get(number, {})} for number, message in enumerate(messages)]
-        texts.append(_escape(_JSON.encode(rows)))
+        texts.append(
+            _escape(_JSON.encode([{**message, **added.get(number, {})} for number, message in enumerate(messages)]))
+        )
     return texts
+
+
+def _sampled_answers(messages: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> list[int]:
+    """Return the numbers of the messages that were sampled: the last answers of each row of a session.
+
+    Each further row begins with a message that has a field `row`. `counts` are the numbers of answers of the rows.
+    """
+    answers: list[list[int]] = [[]]
+    for number, message in enumerate(messages):
+        if "row" in message and len(answers) < len(counts):
+            answers.append([])
+        if message["role"] == "assistant":
+            answers[-1].append(number)
+    return [number for row, count in zip(answers, counts, strict=True) for number in row[max(0, len(row) - count) :]]
 
 
 def choose_rows(

@@ -50,6 +50,7 @@ from camshaft.roles import (
     RolloutWorker,
     load_worker_class,
 )
+from camshaft.roles.sequences import SEQUENCES, last_sequences, scores_of_rows
 from camshaft.stop import Stop
 from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
@@ -208,9 +209,11 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             return batch
         if self._scores_beside_rollout:
             self.sleep_rollout()
-        inputs = batch.select(*(name for name in REWARD_MODEL_COLUMNS if name in batch))
+        rows = last_sequences(batch) if SEQUENCES in batch else batch
+        inputs = rows.select(*(name for name in REWARD_MODEL_COLUMNS if name in batch))
         padded, num_padding_rows = inputs.pad_to_divisor(self.reward_model_ranks)
-        return batch.union(DataProto(self.reward_model.compute_rm_score(padded).unpad(num_padding_rows).columns))
+        scores = DataProto(self.reward_model.compute_rm_score(padded).unpad(num_padding_rows).columns)
+        return batch.union(scores_of_rows(scores, batch) if SEQUENCES in batch else scores)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode token ids without special tokens."""

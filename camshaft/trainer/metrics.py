@@ -69,6 +69,7 @@ RANK_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "agent/tool_seconds": sum,
     "agent/tool_calls": sum,
     "agent/tool_errors": sum,
+    "agent/other_rows": sum,
     "agent/prompt_tokens_recomputed": sum,
     "perf/sync_peak_memory_bytes": max,
     "timing_s/sync": max,

@@ -26,6 +26,7 @@ from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import PendingScores, RewardResult, log_failures
+from camshaft.roles import token_columns
 from camshaft.tracking import Tracking
 from camshaft.tracking.durable import Ranges
 from camshaft.trainer.advantages import (
@@ -47,9 +48,6 @@ from camshaft.trainer.mini_batches import TokenSelection, first_mini_batch, samp
 from camshaft.trainer.resume import input_checksums, recorded_steps
 from camshaft.trainer.session import Extensions, StepHook
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
-
-SEQUENCES = ("prompts", "responses", "response_mask")
-"""Columns that roles read for a forward pass over the batch."""
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
@@ -180,8 +178,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         The phases overlap: roles on separate devices compute at the same time, while reward functions run in their
         worker processes. The time of a phase is the time that the driver waits for its result.
         """
-        sequences = batch.select(*SEQUENCES)
-        routed = batch.select(*SEQUENCES, "routed_experts") if self.is_routed else sequences
+        sequences = batch.select(*token_columns(batch))
+        routed = sequences.union(batch.select("routed_experts")) if self.is_routed else sequences
         pending: dict[str, Pending[DataProto]] = {}
         if self._old_log_prob_source() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])

@@ -154,7 +154,8 @@ def conversation(messages: str) -> str:
     parts = []
     for row in rows[first:]:
         reward = f" ({format_number(row['reward'])})" if row.get("reward") else ""
-        parts.append(f"{row['role']}{reward}: {row['content']}")
+        start = f"[row {row['row']}]  " if "row" in row else ""  # of a session with several rows
+        parts.append(f"{start}{row['role']}{reward}: {row['content']}")
     return "  ".join(parts)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_endpoint import CLIENT
 from support.ppo_runs import run_ppo
 from support.reward_models import make_tiny_reward_model
 
@@ -17,6 +18,7 @@ from camshaft.roles.episodes import EpisodePlayer
 from camshaft.trainer import ppo
 
 ROOT = Path(__file__).parents[2] / "camshaft"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 PAIRS = {"data/preferences", "trainer/supervised"}
 """Source of the columns for pairs of answers, which `tests/unit/trainer/test_rm.py` checks."""
@@ -56,20 +58,22 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
     run_ppo(tmp_path, {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}, steps=1)
     run_ppo(tmp_path, {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.top_entropy_quantile": 0.5}, steps=1)
-    game = {"custom_reward_function.path": "null", "data.max_prompt_length": 64}
-    game |= {"actor_rollout_ref.rollout.multi_turn.environment": ROOT.parent / "examples/agents/hint.py"}
+    episodes = {"custom_reward_function.path": "null", "data.max_prompt_length": 64}
     of_players: list[DataProto] = []
     play = EpisodePlayer.play
     monkeypatch.setattr(EpisodePlayer, "play", lambda self, *args: (of_players.append(args[1]), play(self, *args))[1])
-    run_ppo(tmp_path, game, steps=1)
+    run_ppo(tmp_path, {**episodes, f"{TURNS}.environment": ROOT.parent / "examples/agents/hint.py"}, steps=1)
+    (tmp_path / "agent.py").write_text(CLIENT + "def solve(base_url, api_key, prompt): return len(ask(prompt))")
+    run_ppo(tmp_path, {**episodes, f"{TURNS}.agent": f"{tmp_path}/agent.py:solve"}, steps=1)
     of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
     others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
-    episodes = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript", "answer_options")
-    others = others.union(of_players[0].select("environment_seed", "is_padding")).union(episodes)
-    batch = as_sequences(batches[0].union(others))
+    played = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript", "answer_options")
+    others = others.union(of_players[0].select("environment_seed", "is_padding")).union(played)
+    batch = as_sequences(batches[0].union(others)).union(batches[-1].select("sequence_lengths"))
     selected = ("selected_tokens", "high_entropy")
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     columns |= next(micro.select(*selected).columns for micro in of_engines if "high_entropy" in micro)
+    columns |= of_engines[-1].select("sequence_weight").columns
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}
     assert set(columns) == set(of_a_step)
     for name, column in of_a_step.items():

@@ -42,6 +42,14 @@ class LocalCounts(SingleDeviceEngine):
         super().set_loss_fn(local)
 
 
+class IgnoresSequenceWeights(SingleDeviceEngine):
+    """Count each row of an episode with several sequences."""
+
+    def forward_backward_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        rows = batch.drop("sequence_weight") if isinstance(batch, DataProto) else batch
+        return _as_ever(self, rows, *args, **kwargs)
+
+
 class MeanOfMicroBatches(SingleDeviceEngine):
     """Average the losses of the micro-batches, as gradient accumulation often does."""
 
@@ -612,6 +620,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     TrainsSharedWeights: "modes",
     IgnoresTemperature: "predictions",
     DropsUnknownKeys: "context",
+    IgnoresSequenceWeights: "context",
     ForgetsOptimizer: "resume is bitwise",
     ForgetsRandomState: "resume is bitwise",
     ForgetsSchedule: "resume is bitwise",

@@ -327,8 +327,9 @@ def offload_changes_nothing(harness: EngineHarness) -> None:
 
 
 def context(harness: EngineHarness) -> None:
-    """The returned ctx contains the global counts and the keys of hooks and callers. It can be passed to the next call,
-    which returns these keys too. A misspelled control key or an unsupported output raises an error."""
+    """The returned ctx contains the global counts and the keys of hooks and callers. A column sequence_weight has the
+    weights with which num_sequences counts the rows. The ctx can be passed to the next call, which returns these keys
+    too. A misspelled control key or an unsupported output raises an error."""
     engine = harness.build(infer_micro_batch_size=2)
     mask: Ragged = harness.batch["loss_mask"]
     share = harness.share(engine, harness.batch)
@@ -352,6 +353,12 @@ def context(harness: EngineHarness) -> None:
     counts = (float(mask.values.sum()), float((mask.map(Tensor.float).sum() > 0).sum()))
     actual = (first_ctx.get("num_tokens"), first_ctx.get("num_sequences"))
     expect(actual == counts, f"(num_tokens, num_sequences) in ctx are {actual}, but the mini-batch has {counts}")
+    weights = torch.arange(1.0, len(mask) + 1) / 8
+    weighted = harness.share(engine, harness.batch.with_columns(sequence_weight=weights))
+    with engine.eval_mode():
+        count = engine.forward_backward_step(weighted, forward_only=True)[1].get("num_sequences")
+    expected = float(weights[mask.sum() > 0].sum())
+    expect(count == expected, f"with sequence_weight, num_sequences is {count}, but the weights sum to {expected}")
     keys = [(ctx.get("caller_key"), ctx.get("hook_rows", 0)) for ctx in (first_ctx, second_ctx)]
     rows = keys[0][1]
     expect(

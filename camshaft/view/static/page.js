@@ -533,7 +533,7 @@ function scale(rows) {
 function conversation(messages) {
   const first = messages.findIndex((message) => message.role === "assistant");
   const lines = messages.slice(first < 0 ? messages.length : first).map((message) => element("div", { class: message.role === "assistant" ? "answer" : "told" },
-    element("strong", {}, `${message.role} `), message.content, message.reward ? element("span", { class: "note" }, ` ${number(message.reward)}`) : null));
+    message.row ? element("span", { class: "note" }, `row ${message.row} `) : null, element("strong", {}, `${message.role} `), message.content, message.reward ? element("span", { class: "note" }, ` ${number(message.reward)}`) : null));
   return element("div", { class: "conversation" }, ...lines);
 }
 

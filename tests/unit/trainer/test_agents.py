@@ -100,13 +100,6 @@ def test_a_failed_program_is_not_trained_on(home: Path, tmp_path: Path) -> None:
     assert step.metrics["agent/tool_errors"] == 2 * int(failed.sum())
 
 
-def test_the_first_row_of_a_session_is_trained_on(home: Path, tmp_path: Path) -> None:
-    (expected,) = run_ppo(home, program(tmp_path), steps=1)
-    (step,) = run_ppo(home, program(tmp_path, "ask([{'role': 'user', 'content': 'x'}])"), steps=1)
-    assert_equal_episodes(step.batch, expected.batch)
-    assert step.metrics["agent/other_rows"] == len(step.batch)
-
-
 def test_sampling_options_of_answers_are_in_the_samples(home: Path, tmp_path: Path) -> None:
     client = CLIENT.replace("def ask(", "def ask_coldly(").replace('"model":', '"temperature": 0.5, "model":')
     text = client + PROGRAM.replace("answer = ask(", "answer = ask_coldly(")
