@@ -222,12 +222,12 @@ class _Probe(NamedTuple):
     subject: str
     history: list[Message]
     answer: Message
-    told: Message
+    told: tuple[Message, ...]
     arguments: Mapping[str, Any] = NO_ARGUMENTS
 
     @property
     def conversation(self) -> list[Message]:
-        return [*self.history, self.answer, self.told]
+        return [*self.history, self.answer, *self.told]
 
 
 def _probes(marker: str) -> Iterator[_Probe]:
@@ -243,14 +243,17 @@ def _probes(marker: str) -> Iterator[_Probe]:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": marker}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "z"}
-    thought = _assistant(f"<think>\nz\n</think>\n\n{marker}")
-    yield _Probe("answers", question, _assistant(marker), _user("w"))
-    yield _Probe("answers after a system message", system, _assistant(marker), _user("w"))
-    yield _Probe("answers with thinking", question, thought, _user("w"))
+    thinking, asked = "<think>\nz\n</think>\n\n", (_user("w"),)
+    thought = _assistant(f"{thinking}{marker}")
+    yield _Probe("answers", question, _assistant(marker), asked)
+    yield _Probe("answers after a system message", system, _assistant(marker), asked)
+    yield _Probe("answers with thinking", question, thought, asked)
     if_opened = _assistant(f"z\n</think>\n\n{marker}")  # of templates that open the thinking in the prompt
-    yield _Probe("answers with thinking", question, if_opened, _user("w"))
-    yield _Probe("answers with tools", question, _assistant(marker), _user("w"), {"tools": [tool]})
-    yield _Probe("tool calls", question, called, result, {"tools": [tool]})
+    yield _Probe("answers with thinking", question, if_opened, asked)
+    yield _Probe("answers with tools", question, _assistant(marker), asked, {"tools": [tool]})
+    yield _Probe("tool calls", question, called, (result,), {"tools": [tool]})
+    for told in ((result,), (result, *asked)):
+        yield _Probe("tool calls with thinking", question, {**called, "content": thinking}, told, {"tools": [tool]})
 
 
 def _for_template(messages: Sequence[Message]) -> list[Message]:

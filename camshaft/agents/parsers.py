@@ -62,7 +62,8 @@ class ToolParser:
         for token in self._special:  # tokens of the format may be special too
             text = text.removesuffix(token)
         parsed = self._format(text)
-        return parsed._replace(content=self._without_special(parsed.content))
+        calls = tuple(map(_within_limit, parsed.calls))  # a function of the user may not know the limit
+        return parsed._replace(content=self._without_special(parsed.content), calls=calls)
 
     def _parse_with_template(self, text: str, prefix: Sequence[int], tools: Tools) -> Parsed:
         try:
@@ -169,11 +170,17 @@ def _read_call(value: Any) -> Call:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             return Call(name, {}, f"the arguments of {name} are not JSON: {error}")
-    if exceeds_nesting(arguments):
-        return Call(name, {}, f"the arguments of {name} are nested more than {MAX_NESTING} levels deep")
-    if not isinstance(arguments, Mapping):
+    call = _within_limit(Call(name, arguments))
+    if call.error is None and not isinstance(arguments, Mapping):
         return Call(name, {}, f"the arguments of {name} are not an object: {_quote(json.dumps(arguments))}")
-    return Call(name, dict(arguments))
+    return call
+
+
+def _within_limit(call: Call) -> Call:
+    """Return a call that cannot be made if its arguments are nested too deeply."""
+    if not exceeds_nesting(call.arguments):
+        return call
+    return Call(call.name, {}, f"the arguments of {call.name} are nested more than {MAX_NESTING} levels deep")
 
 
 def _unreadable(reason: str) -> Call:

@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +36,8 @@ from camshaft.workers.messages import Ready
 from camshaft.workers.worker import Answer, Failure, Worker, close_all, wait_for
 
 _PROGRAM = "camshaft.agents.launcher"
+_NUM_NAMED = 3
+"""Number of slow programs that a log message names."""
 
 
 class Sessions(Protocol):
@@ -54,6 +55,8 @@ class _Run:
     """A running program and its session."""
 
     key: str
+    since: float
+    """Time of its start."""
     limit: Fault | None = None
     """Time limit that the program has exceeded."""
     is_over: bool = False
@@ -159,13 +162,13 @@ class _Round:
                     self._lose(worker)
                     worker = self.pool.worker()
             self._enforce_limits(worker)
-            wait.check(partial(self._describe, worker), worker.stacks, since)
+            wait.check(self._describe, since=since)
         return [self.results[number] for number in range(len(self.questions))]
 
     def _start(self, worker: Worker[Any], number: int) -> None:
         question = self.questions[number]
         key = self.sessions.open(question)
-        self.running[number] = _Run(key)
+        self.running[number] = _Run(key, time.monotonic())
         job = Job(number, self.sessions.url, key, pickle.dumps(question.start))
         worker.submit([(number, job)], math.inf, concurrent=True)
 
@@ -220,5 +223,14 @@ class _Round:
         for number in list(self.running):
             self._receive(number, Outcome(fault=fault))
 
-    def _describe(self, worker: Worker[Any]) -> str:
-        return f"{len(self.running)} programs of {describe_process(worker.pid)}"
+    def _describe(self) -> str:
+        """Name the programs that run, those first that have sent no request for the longest time."""
+        now = time.monotonic()
+        idle = {number: self.sessions.idle(run.key).last for number, run in self.running.items()}
+        shown = [
+            f"episode {number} (has run for {now - self.running[number].since:.0f} s, "
+            + (f"no request for {idle[number]:.0f} s)" if idle[number] else "waits for an answer of the policy)")
+            for number in sorted(idle, key=lambda number: (-idle[number], number))[:_NUM_NAMED]
+        ]
+        others = f" and {len(idle) - len(shown)} more" if len(idle) > len(shown) else ""
+        return f"the program {self.pool.spec.source.target} of {', '.join(shown)}{others}"

@@ -145,6 +145,16 @@ def test_a_changed_beginning_is_reported() -> None:
     assert rewritten.startswith("'1")
 
 
+def test_thinking_that_is_removed_before_calls_is_reported() -> None:
+    tokenizer = talking_tokenizer(FAMILIES["qwen"])
+    template = QWEN.replace("{{ '<think>\\n\\n</think>\\n\\n' }}", "")
+    tokenizer.chat_template = template
+    assert Bridge(tokenizer).rewrites() is None
+    removed = "(m.content.split('</think>')[-1] if m.tool_calls and not loop.last else m.content)"
+    tokenizer.chat_template = template.replace("m.content", removed)
+    assert "in the history of tool calls with thinking" in str(Bridge(tokenizer).rewrites())
+
+
 def test_another_date_changes_no_result() -> None:
     tokenizer = talking_tokenizer(FAMILIES["qwen"])
     name = "(loop.previtem.tool_calls[0].function.name if loop.previtem.tool_calls else '')"

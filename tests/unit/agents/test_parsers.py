@@ -168,3 +168,17 @@ def test_a_format_is_a_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"format=.*format.py:json has type module; a tool parser is a function"):
         ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), f"{file}:json")
     ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), f"{file}:read")
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(100, True), (101, False)])
+def test_calls_of_a_format_of_yours_have_the_same_limit(tmp_path: Path, depth: int, is_read: bool) -> None:
+    file = tmp_path / "format.py"
+    file.write_text(
+        "import json\nfrom camshaft.agents.calls import Call, Parsed\n\n\n"
+        "def read(text):\n    return Parsed('', (Call('add', json.loads(text)), Call('sub', {'a': 1})))\n"
+    )
+    parser = ToolParser(talking_tokenizer(CHAT_FAMILIES["chatml"]), f"{file}:read")
+    deep, flat = parser.parse('{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}").calls
+    assert (deep.error is None) == is_read
+    assert is_read or "arguments of add are nested more than 100 levels deep" in str(deep.error)
+    assert flat == Call("sub", {"a": 1})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from support.fake_endpoint import CLIENT, FakeEndpoint
 
+from camshaft import subprocesses
 from camshaft.agents.callables import pickle_environments
 from camshaft.agents.environment import Start
 from camshaft.agents.episode import Episode
@@ -132,6 +134,17 @@ def test_a_command_reads_the_row_and_prints_its_reward(make: Make) -> None:
     """
     program = "\n".join(line[4:] for line in program.splitlines())
     assert play(make(program=program, target="python FILE {base_url} {api_key}")) == play(make())
+
+
+def test_a_slow_program_is_named(make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    play(make("time.sleep(1 if fault == 'slow' else 0)"), ["nothing", "slow"])
+    named = re.compile(
+        r"no answer from the program \S+agent0.py:solve of episode 1 \(has run for \d s, no request for "
+    )
+    lines = [line for line in caplog.messages if named.search(line)]
+    assert lines
+    assert "launcher" not in lines[-1]
 
 
 def test_a_fault_costs_its_episode_only(make: Make) -> None:
