@@ -46,6 +46,7 @@ _TABLE = (
     Column("turns", "tensor", "int64", "number of answers in the episode, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments", "tracking/samples")),
     Column("env_scores", "ragged", "float32", "per response token: reward of the environment on the last token of each answer, 0 elsewhere, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments", "tracking/samples")),
     Column("env_failure", "object", "str", "failure of the environment, or None, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments",)),
+    Column("env_outcomes", "object", "list", "results of the reward functions that are called with the environment, with a parameter `environments`", "roles/episodes", ("rewards/manager",)),
     Column("transcript", "object", "list", "messages of the episode, with rollout.multi_turn.environment", "roles/episodes", ("rewards/environments", "tracking/samples")),
     Column("answer_options", "object", "list", "per answer of a program: sampling options that are not those of the run, with rollout.multi_turn.environment", "roles/episodes", ("tracking/samples",)),
     Column("sequence_lengths", "ragged", "int64", "per row of the session: its tokens of a prompt in `responses`, and the tokens behind it, with rollout.multi_turn.agent", "roles/episodes", ("roles/sequences", "rewards/overlong", "tracking/samples")),

@@ -33,6 +33,11 @@ from camshaft.agents.calls import Call, PolicyAnswer, call_id
 from camshaft.agents.random_state import RandomState, Seeded
 from camshaft.agents.tools import STEP, Form, error_text, form_of, text_of
 from camshaft.errors import RolloutError
+from camshaft.rewards.arguments import ENVIRONMENTS
+from camshaft.rewards.calls import episode_outcome, failed
+from camshaft.rewards.loading import RewardFunction
+from camshaft.rewards.messages import Outcome, Sample
+from camshaft.rewards.messages import Spec as RewardSpec
 
 Message = dict[str, Any]
 Said = str | Sequence[Message] | None
@@ -72,6 +77,8 @@ class Turn(NamedTuple):
     """Number of calls of tools."""
     num_errors: int = 0
     """Number of these that have failed, or that cannot be read."""
+    outcome: Outcome | None = None
+    """Result of a reward function."""
 
     @property
     def messages(self) -> list[Message]:
@@ -113,9 +120,31 @@ class Environments(Protocol):
         """Read the final scores of episodes, as rewards."""
         ...
 
+    def judge(self, samples: Mapping[int, Sample]) -> Mapping[int, list[Outcome]]:
+        """Call the reward functions that take environments with episodes that have ended.
+
+        Return the outcomes of all functions for each episode; none for an episode without such functions.
+        """
+        ...
+
     def end(self, episodes: Sequence[int]) -> None:
         """End episodes."""
         ...
+
+
+def outcome_of(turn: Turn | Fault) -> Outcome:
+    """Return the result of a reward function, which has failed if its call has."""
+    if isinstance(turn, Fault):
+        return Outcome(turn.kind, message=turn.message, trace=turn.trace)
+    assert turn.outcome is not None
+    return turn.outcome._replace(seconds=turn.seconds)
+
+
+class Judge(NamedTuple):
+    """Reward functions that are called with environments."""
+
+    functions: Sequence[RewardFunction]
+    spec: RewardSpec
 
 
 class Host:
@@ -132,6 +161,7 @@ class Host:
         wait: Callable[[Coroutine[Any, Any, Any]], Any] | None = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         must_score: bool = True,
+        judge: Judge | None = None,
     ):
         """Create a host.
 
@@ -141,9 +171,10 @@ class Host:
             wait: Waits for the result of a coroutine. By default, a new event loop does.
             functions: Plain functions that are tools in every environment.
             must_score: If False, an environment with tools may have no score.
+            judge: Reward functions with a parameter `environments`.
         """
         self._factories, self._kwargs, self._wait = factories, dict(kwargs or {}), wait or _run_coroutine
-        self._functions, self._must_score = dict(functions or {}), must_score
+        self._functions, self._must_score, self._judge = dict(functions or {}), must_score, judge
         self._hosted: dict[int, _Hosted] = {}
         self._idle: dict[str, list[Any]] = {}
         """Environments whose episode has ended, by name. They are reset again."""
@@ -161,6 +192,14 @@ class Host:
 
     def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
         return self._each({number: self.read_score(number) for number in episodes})
+
+    def judge(self, samples: Mapping[int, Sample]) -> dict[int, list[Outcome]]:
+        outcomes: dict[int, list[Outcome]] = {number: [] for number in samples}
+        for function in range(0 if self._judge is None else len(self._judge.functions)):
+            calls = {number: self.call_reward(number, function, sample) for number, sample in samples.items()}
+            for number, turn in self._each(calls).items():
+                outcomes[number].append(outcome_of(turn))
+        return outcomes
 
     def end(self, episodes: Sequence[int]) -> None:
         for number in episodes:
@@ -219,6 +258,19 @@ class Host:
         else:
             value = await self._call(hosted, lambda: _attribute_reward(environment), {})
         return Turn(None, checked_reward(value, "the score of the environment"), True, time.perf_counter() - begin)
+
+    async def call_reward(self, number: int, index: int, sample: Sample) -> Turn:
+        """Call a reward function with the environment of an episode. An exception is its outcome."""
+        assert self._judge is not None
+        hosted, begin, function = self._hosted[number], time.perf_counter(), self._judge.functions[index]
+        environment: Any = hosted.environment if function.arguments.batched else [hosted.environment]
+        sample = sample._replace(row={**sample.row, ENVIRONMENTS: environment})  # a batch makes a list of it
+        try:
+            result = await self._call(hosted, lambda: function.call([sample]), {})
+            outcome = episode_outcome(function, result, self._judge.spec)
+        except (Exception, SystemExit) as error:
+            outcome = failed(error)
+        return Turn(done=True, seconds=time.perf_counter() - begin, outcome=outcome)
 
     async def _use_tools(self, hosted: "_Hosted", answer: PolicyAnswer) -> Turn:
         """Make the calls of an answer. Those of coroutine functions run at the same time."""

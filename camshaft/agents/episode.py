@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from camshaft.agents.environment import Fault, Message
+from camshaft.rewards.messages import Outcome
 
 StopReason = Literal["done", "turns", "length", "prompt", "timeout", "error"]
 """`done`: the environment has ended the episode. `turns`: it has the maximum number of answers. `length`: an answer, or
@@ -52,6 +53,8 @@ class Episode:
     """Number of tokens of the history that were computed again for later answers."""
     sampling: list[dict[str, float]] = field(default_factory=list)
     """For each answer, the sampling options that a program has set, if it has set any."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Results of the reward functions that were called with the environment."""
     sequences: list[tuple[int, int]] = field(default_factory=list)
     """For each row of a session with several rows: in `tokens`, the number of tokens of its prompt, and of the tokens
     behind it. The prompt of the first row is `prompt`."""

@@ -9,10 +9,11 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any
 
-from camshaft.agents.environment import Fault, Host, Turn
-from camshaft.agents.messages import Call, Loaded, Spec, describe, load_environments, num_calls
+from camshaft.agents.environment import Fault, Host, Judge, Turn
+from camshaft.agents.messages import Call, Loaded, Reply, Scoring, Spec, describe, load_environments
 from camshaft.errors import CamshaftError
 from camshaft.masking import mask_text, remember_secrets
+from camshaft.rewards.loading import load_functions
 from camshaft.subprocesses import extend_import_path
 from camshaft.workers.child import Parent, event_loop
 
@@ -30,33 +31,33 @@ def main(stack_file: str) -> None:
         extend_import_path(spec.sys_path)
         factories, functions = load_environments(spec, pickle.loads)  # from the pipe of the pool, never from a file
         loaded = Loaded(None) if spec.is_described else describe(factories, functions, spec.kwargs)
+        judge = None if spec.rewards is None else Judge(load_functions(spec.rewards), spec.rewards)
     except CamshaftError as error:
         parent.ready(Loaded(_printable(str(error))))
         return
     except BaseException as error:
-        names = ", ".join(source.target for source in spec.sources)
+        rewards = () if spec.rewards is None else [function.text for function in spec.rewards.functions]
+        names = ", ".join([*(source.target for source in spec.sources), *rewards])
         parent.ready(Loaded(f"{names} could not be loaded:\n{_trace(error)}"))
         return
-    host = Host(factories, spec.kwargs, _wait, functions, must_score=not spec.is_scored_elsewhere)
+    host = Host(factories, spec.kwargs, _wait, functions, not spec.is_scored_elsewhere, judge)
     parent.ready(loaded)
-    limits = (spec.start_timeout, spec.timeout)
-    parent.serve(lambda call: host.run(make_calls(host, call)), lambda call: make_calls(host, call, limits))
+    parent.serve(lambda call: host.run(make_calls(host, call)), lambda call: make_calls(host, call, spec))
 
 
-async def make_calls(host: Host, call: Call, limits: tuple[float, float] | None = None) -> list[Turn | Fault]:
+async def make_calls(host: Host, call: Call, limits: Spec | None = None) -> list[Turn | Fault]:
     """Make the calls of an environment up to the first that fails. Return one result for each.
 
-    `limits` are the time limits of `reset` and of another call, in seconds. Without them, the pool ends this process.
+    `limits` has the time limits of the calls. Without it, the pool ends this process.
     """
     turns: list[Turn | Fault] = []
     number = call.episode
     try:
         if call.start is not None:
             start = pickle.loads(call.start)
-            turns.append(await _limited(host.begin(number, start), limits and limits[0]))
+            turns.append(await _limited(host.begin(number, start), limits and limits.start_timeout))
         for answer in call.answers:
-            calling = host.read_score(number) if answer is None else host.reply(number, answer)
-            turns.append(await _limited(calling, limits and limits[1] * num_calls(answer)))
+            turns.append(await _limited(_reply(host, number, answer), limits and limits.limit(answer)))
     except _Expired as expired:
         host.discard(number)
         turns.append(Fault("timeout", str(expired)))
@@ -68,6 +69,14 @@ async def make_calls(host: Host, call: Call, limits: tuple[float, float] | None 
     if not call.answers and call.start is None:
         host.end([number])
     return turns
+
+
+def _reply(host: Host, number: int, answer: Reply) -> Coroutine[Any, Any, Turn]:
+    if answer is None:
+        return host.read_score(number)
+    if isinstance(answer, Scoring):
+        return host.call_reward(number, answer.function, pickle.loads(answer.sample))
+    return host.reply(number, answer)
 
 
 def fault_of(error: BaseException) -> Fault:

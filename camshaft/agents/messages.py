@@ -15,6 +15,7 @@ from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.tools import NoEnvironment, form_of, schemas_of
 from camshaft.errors import CamshaftError, RolloutError
 from camshaft.plugins import find_in_file, find_target, import_attribute
+from camshaft.rewards.messages import Spec as RewardSpec
 from camshaft.subprocesses import import_path
 
 if TYPE_CHECKING:
@@ -24,8 +25,17 @@ GROUP = "camshaft.environments"
 """Group of the entry points of environments."""
 
 
-Reply = str | PolicyAnswer | None
-"""What an environment receives: an answer, or None to read its score."""
+class Scoring(NamedTuple):
+    """A call of a reward function with the environment of an episode."""
+
+    function: int
+    """Index in the functions of `Spec.rewards`."""
+    sample: bytes
+    """Pickled `Sample`."""
+
+
+Reply = str | PolicyAnswer | Scoring | None
+"""What an environment receives: an answer, None to read its score, or a call of a reward function."""
 
 
 class Source(NamedTuple):
@@ -67,11 +77,20 @@ class Spec(NamedTuple):
     """Names of the environments with a final score."""
     is_described: bool = False
     """True if the previous three are known."""
+    rewards: RewardSpec | None = None
+    """Reward functions that are called with an environment."""
 
     @property
     def reader(self) -> str:
         """Reader of the columns of the data file, for errors."""
         return f"reset of the environment {self.sources[0].target}"
+
+    def limit(self, reply: "Reply") -> float:
+        """Return the time limit of the calls of user code that a reply needs, in seconds."""
+        if isinstance(reply, Scoring):
+            assert self.rewards is not None
+            return self.rewards.timeout
+        return self.timeout * (max(1, len(reply.calls)) if isinstance(reply, PolicyAnswer) else 1)
 
     def described(self, loaded: "Loaded") -> "Spec":
         """Return the spec with what loading has found."""
@@ -122,11 +141,6 @@ def make_spec(section: "MultiTurnConfig", passed: Sequence[Source], has_other_re
     limits = section.timeout, section.start_timeout
     kwargs = section.environment_kwargs if sources else {}
     return Spec(sources, kwargs, *limits, path, functions, has_other_rewards)
-
-
-def num_calls(reply: Reply) -> int:
-    """Return the number of calls of user code that a reply needs."""
-    return max(1, len(reply.calls)) if isinstance(reply, PolicyAnswer) else 1
 
 
 Functions = dict[str, Callable[..., Any]]

@@ -19,6 +19,8 @@ from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
 from camshaft.agents.episode import Episode
 from camshaft.errors import RolloutError
+from camshaft.rewards.environments import episode_arguments, last_answer
+from camshaft.rewards.messages import Sample
 from camshaft.rollout import BaseRollout, SamplingParams, WaveRow, generate_wave
 
 TRUNCATED = "...(truncated)..."
@@ -102,6 +104,7 @@ class _Game:
             self.rollout.close_rows(number for number in running if self.episodes[number].stop_reason is not None)
             running = [number for number in running if self.episodes[number].stop_reason is None]
         self._add_scores()
+        self._judge()
         self.environments.end(range(len(questions)))
         return self.episodes
 
@@ -117,6 +120,15 @@ class _Game:
             else:
                 episode.seconds += score.seconds
                 episode.add_reward(score.reward)
+
+    def _judge(self) -> None:
+        """Call the reward functions that take environments."""
+        rows = enumerate(zip(self.questions, self.episodes, strict=True))
+        ended = [(number, *row) for number, row in rows if row[1].turns and row[1].fault is None]
+        samples = {number: _sample(question, episode) for number, question, episode in ended}
+        for number, outcomes in self.environments.judge(samples).items() if samples else ():
+            self.episodes[number].outcomes = outcomes
+            self.episodes[number].seconds += sum(outcome.seconds for outcome in outcomes)
 
     def _begin(self, question: Question, turn: Turn | Fault) -> Episode:
         episode = Episode(list(question.messages))
@@ -212,3 +224,11 @@ class _Game:
         head = {"left": limit, "right": 0, "middle": limit // 2}[self.limits.truncate_side]
         kept = [ids[:head], ids[len(ids) - (limit - head) :]]
         return {**message, "content": TRUNCATED.join(map(self.bridge.decode, kept))}
+
+
+def _sample(question: Question, episode: Episode) -> Sample:
+    """Return the arguments of a reward function for an episode."""
+    row = question.start.row
+    arguments = episode_arguments(episode.messages, episode.turns, episode.stop_reason)
+    answer = last_answer(episode.messages)
+    return Sample(row.get("data_source"), answer, row.get("ground_truth"), row.get("extra_info"), {**row, **arguments})

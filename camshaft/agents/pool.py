@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.agents.calls import PolicyAnswer
-from camshaft.agents.environment import Fault, Start, Turn
-from camshaft.agents.messages import Call, Loaded, Reply, Spec, num_calls
+from camshaft.agents.environment import Fault, Start, Turn, outcome_of
+from camshaft.agents.messages import Call, Loaded, Reply, Scoring, Spec
 from camshaft.errors import RolloutError
+from camshaft.rewards.messages import Outcome, Sample
 from camshaft.rewards.output import Output, OutputStream
 from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait, describe_process
 from camshaft.workers.messages import Ready
@@ -74,6 +75,8 @@ class _Game:
             return f"reset and {len(self.turns) - 1} replies"
         reply = self.answers[-1]
         calls = [call.name for call in reply.calls] if isinstance(reply, PolicyAnswer) else []
+        if isinstance(reply, Scoring):
+            return "a reward function"
         return ", ".join(calls) or ("the score" if reply is None else "step")
 
     def request(self, number: int) -> tuple[Call, int]:
@@ -136,6 +139,19 @@ class EnvironmentPool:
         for number in episodes:
             self._games[number].answers.append(None)
         return self._run(list(episodes))
+
+    def judge(self, samples: Mapping[int, Sample]) -> dict[int, list[Outcome]]:
+        """Call the reward functions that take environments. A failure costs only its call."""
+        outcomes: dict[int, list[Outcome]] = {number: [] for number in samples}
+        functions = () if self.spec.rewards is None else self.spec.rewards.functions
+        for function in range(len(functions)):
+            for number, sample in samples.items():
+                self._games[number].answers.append(Scoring(function, pickle.dumps(sample)))
+            for number, turn in self._run(list(samples)).items():
+                if isinstance(turn, Fault):
+                    self._games[number].answers.pop()
+                outcomes[number].append(outcome_of(turn))
+        return outcomes
 
     def end(self, episodes: Sequence[int]) -> None:
         """End episodes. Their environments may be reset for others."""
@@ -210,7 +226,7 @@ class EnvironmentPool:
 
     def _limit(self, call: Call) -> float:
         start = 0 if call.start is None else self.spec.start_timeout
-        return start + self.spec.timeout * sum(num_calls(answer) for answer in call.answers)
+        return start + sum(map(self.spec.limit, call.answers))
 
     def _receive(
         self, number: int, turns: list[Turn | Fault], queues: Sequence[deque[int]], results: dict[int, Turn | Fault]

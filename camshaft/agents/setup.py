@@ -23,6 +23,8 @@ from camshaft.config.schema.data import ChatTemplateConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RolloutError
 from camshaft.plugins import function_file
+from camshaft.rewards.arguments import ENVIRONMENTS
+from camshaft.rewards.messages import Spec as RewardSpec
 from camshaft.subprocesses import import_path
 
 ALWAYS_GIVEN = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -46,21 +48,38 @@ logger = logging.getLogger(__name__)
 
 
 def open_environments(
-    section: MultiTurnConfig, passed: Sequence[Source], output: Path | None = None, has_other_rewards: bool = False
+    section: MultiTurnConfig,
+    passed: Sequence[Source],
+    output: Path | None = None,
+    has_other_rewards: bool = False,
+    rewards: RewardSpec | None = None,
 ) -> tuple[Spec | ProgramSpec, Loaded]:
     """Load the environments with tools, or the program, in a process, and return their description.
 
-    `passed` are those from Python. With `has_other_rewards`, an environment with tools may have no score.
+    `passed` are those from Python. With `has_other_rewards`, an environment with tools may have no score. `rewards` are
+    the reward functions that are called with environments.
     """
     if section.agent is not None:
-        return _open_program(section, passed, output)
-    spec = make_spec(section, passed, has_other_rewards)
+        spec, loaded = _open_program(section, passed, output)
+        return with_rewards(spec, rewards), loaded
+    spec = make_spec(section, passed, has_other_rewards)._replace(rewards=rewards)
     pool = EnvironmentPool(spec, 1, output)
     try:
         loaded = pool.check()
         return spec.described(loaded), loaded
     finally:
         pool.close()
+
+
+def with_rewards(spec: Spec | ProgramSpec, rewards: RewardSpec | None) -> Spec | ProgramSpec:
+    """Add the reward functions that are called with environments. Raise RolloutError if there are no environments."""
+    if rewards is None or isinstance(spec, Spec):
+        return spec if rewards is None else spec._replace(rewards=rewards)
+    names = ", ".join(function.text for function in rewards.functions)
+    raise RolloutError(
+        f"the reward function {names} has a parameter '{ENVIRONMENTS}', but the program {spec.source.target} "
+        f"(multi_turn.agent) has no environment that camshaft knows; remove the parameter '{ENVIRONMENTS}'"
+    )
 
 
 def _open_program(

@@ -47,7 +47,7 @@ def call(function: RewardFunction, samples: Samples, spec: Spec) -> list[Outcome
         batched, num_samples = function.arguments.batched, len(samples.samples)
         return _outcomes(result, num_samples, limit) if batched else [_outcome(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
-        return [_error(error)]
+        return [failed(error)]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function has set must not interrupt the next call
 
@@ -57,11 +57,18 @@ async def call_async(function: RewardFunction, samples: Samples, spec: Spec) -> 
     try:
         return [_outcome(await function.call(_unpickle(samples)), spec.max_abs_score)]
     except BaseException as error:
-        return [_error(error)]
+        return [failed(error)]
 
 
 def _unpickle(samples: Samples) -> list[Any]:
     return [pickle.loads(sample) for sample in samples.samples]
+
+
+def episode_outcome(function: RewardFunction, result: Any, spec: Spec) -> Outcome:
+    """Return the outcome of a function that was called for one episode."""
+    if function.arguments.batched:
+        return _outcomes(result, 1, spec.max_abs_score)[0]
+    return _outcome(result, spec.max_abs_score)
 
 
 async def _await_result(result: Any) -> Any:
@@ -109,7 +116,8 @@ def _invalid(message: str) -> Outcome:
     return Outcome("invalid", message=message)
 
 
-def _error(error: BaseException) -> Outcome:
+def failed(error: BaseException) -> Outcome:
+    """Return the outcome of a call that has raised an exception."""
     message = to_message("".join(traceback.format_exception_only(error))).strip()[-500:]
     return Outcome("error", message=message, trace=format_traceback(error))
 

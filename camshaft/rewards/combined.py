@@ -18,6 +18,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManager, RewardResult
+from camshaft.rewards.messages import Spec
 
 FUNCTION, MODEL = "function", "model"
 
@@ -34,6 +35,10 @@ class RewardsWrapper(ABC):
     @property
     def columns(self) -> tuple[str, ...] | None:
         return () if self.rewards is None else self.rewards.columns
+
+    @property
+    def environment_functions(self) -> Spec | None:
+        return None if self.rewards is None else self.rewards.environment_functions
 
     def check_rows(self, rows: DataProto) -> None:
         if self.rewards is not None:

@@ -81,7 +81,7 @@ class EnvironmentRewards(RewardsWrapper):
             zeros, count = batch.ragged("env_scores").map(torch.zeros_like), len(batch)
             return RewardResult(torch.zeros(count), counts, (), ({},) * count, (None,) * count, zeros)
         columns = zip(batch["transcript"], batch["turns"].tolist(), batch["stop_reason"], strict=True)
-        arguments = [dict(zip(EPISODE_ARGUMENTS, values, strict=True)) for values in columns]
+        arguments = [episode_arguments(*values) for values in columns]
         answers = [last_answer(messages) for messages in batch["transcript"]]
         return self.rewards.score(_with_arguments(batch, arguments), lambda ids: answers)
 
@@ -153,6 +153,11 @@ def _episode_metrics(batch: DataProto) -> dict[str, float]:
 def _with_arguments(rows: DataProto, arguments: list[dict[str, Any]]) -> DataProto:
     data_rows = rows["data_row"] if "data_row" in rows else [{}] * len(rows)
     return rows.with_columns(data_row=[row | more for row, more in zip(data_rows, arguments, strict=True)])
+
+
+def episode_arguments(messages: Sequence[Mapping[str, Any]], turns: int, stop_reason: str | None) -> dict[str, Any]:
+    """Return the arguments of reward functions that describe an episode."""
+    return dict(zip(EPISODE_ARGUMENTS, (messages, turns, stop_reason), strict=True))
 
 
 def last_answer(messages: list[dict[str, Any]]) -> str:

@@ -40,7 +40,8 @@ class RewardFunction(NamedTuple):
         target = self.function
         is_coroutine = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
         name = getattr(target, "__name__", type(target).__name__)
-        return FunctionInfo(name, batched, is_coroutine and not batched, columns, required)
+        concurrent = is_coroutine and not batched
+        return FunctionInfo(name, batched, concurrent, columns, required, self.arguments.takes_environments)
 
 
 def load_functions(spec: Spec) -> list[RewardFunction]:
@@ -48,10 +49,10 @@ def load_functions(spec: Spec) -> list[RewardFunction]:
     files = [Path(function.path or "").expanduser() for function in spec.functions]
     folders = [str(file.resolve().parent) for file in files if file.is_file()]  # a file can import modules beside it
     extend_import_path([*folders, *spec.sys_path])
-    return [_load_function(function) for function in spec.functions]
+    return [_load_function(function, spec.has_environments) for function in spec.functions]
 
 
-def _load_function(spec: FunctionSpec) -> RewardFunction:
+def _load_function(spec: FunctionSpec, has_environments: bool) -> RewardFunction:
     if spec.pickled is not None:
         function = pickle.loads(spec.pickled)  # from the pipe of the driver, never from a file
     elif spec.path is None:
@@ -60,7 +61,7 @@ def _load_function(spec: FunctionSpec) -> RewardFunction:
         function = _find_attribute(import_file(spec.path, "reward"), spec.path, spec.name)
     if not callable(function):
         raise CamshaftError(f"{spec.text} has type {type(function).__name__}; it must be callable")
-    return RewardFunction(function, spec.kwargs, _arguments(function, spec))
+    return RewardFunction(function, spec.kwargs, _arguments(function, spec, has_environments))
 
 
 def _find_function(spec: FunctionSpec) -> Any:
@@ -93,7 +94,7 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
     )
 
 
-def _arguments(function: Callable[..., Any], spec: FunctionSpec) -> Arguments:
+def _arguments(function: Callable[..., Any], spec: FunctionSpec, has_environments: bool) -> Arguments:
     """Return the arguments of the function. Raise CamshaftError if its parameters do not match."""
     conflicts = sorted({*SINGLE, *BATCH} & spec.kwargs.keys())
     if conflicts:
@@ -102,7 +103,7 @@ def _arguments(function: Callable[..., Any], spec: FunctionSpec) -> Arguments:
             "reward_kwargs"
         )
     try:
-        return Arguments.of(function, spec.batched, spec.kwargs)
+        return Arguments.of(function, spec.batched, spec.kwargs, has_environments)
     except TypeError as error:
         setting = "" if spec.batched is None else f" with custom_reward_function.batched={str(spec.batched).lower()}"
         raise CamshaftError(f"{spec.text}{inspect.signature(function)} cannot be called{setting}: {error}") from error

@@ -184,6 +184,7 @@ class RewardManager:
         output: Path | None = None,
         stop: Stop | None = None,
         stop_timeout: float = 0.0,
+        has_environments: bool = False,
     ):
         """Load the functions in a worker process. Raise RewardError on failure.
 
@@ -203,6 +204,8 @@ class RewardManager:
             output: File for what the function prints. None writes the first megabyte to stderr.
             stop: Stop requests of the run.
             stop_timeout: Scoring that takes longer than this after a stop request raises ScoringAbandoned. In seconds.
+            has_environments: Functions with a parameter `environments` are called by the processes of environments,
+                which write the column `env_outcomes`.
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(
@@ -210,7 +213,7 @@ class RewardManager:
             )
         self.on_error = on_error
         single = FunctionSpec(path, name or ("compute_score" if path else "auto"), dict(reward_kwargs or {}), batched)
-        spec = Spec(tuple(functions) or (single,), timeout, import_path(), max_abs_score)
+        spec = Spec(tuple(functions) or (single,), timeout, import_path(), max_abs_score, has_environments)
         self._functions = spec.functions
         stop = stop or Stop()
         self._pool = WorkerPool(spec, num_workers, max_concurrency, load_timeout, Output(output), stop, stop_timeout)
@@ -234,6 +237,13 @@ class RewardManager:
                 return None
             names += function.columns
         return tuple(dict.fromkeys(names))
+
+    @property
+    def environment_functions(self) -> Spec | None:
+        """Functions that the processes of environments call; None if there are none."""
+        pairs = zip(self._functions, self._pool.functions, strict=True)
+        functions = tuple(function for function, info in pairs if info.takes_environments)
+        return self._pool.spec._replace(functions=functions) if functions else None
 
     def check_rows(self, rows: DataProto) -> None:
         """Raise RewardError if the data has no column for a parameter of a function."""
@@ -291,7 +301,10 @@ class RewardManager:
         """Score texts, one for each row of `batch` (columns data_source, ground_truth, optionally extra_info)."""
         self._cancel_pending()
         job = Job(len(batch), self._pool.functions, stop_at_failure=self.on_error == "raise")
-        job.put(0, _samples(batch, texts))
+        samples = _samples(batch, texts)
+        if "env_outcomes" in batch:
+            job.record(samples, batch["env_outcomes"])
+        job.put(0, samples)
         self._pool.run(job)
         return self._collect(job)
 

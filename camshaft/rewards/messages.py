@@ -49,6 +49,8 @@ class Spec(NamedTuple):
     sys_path: list[str]
     """Module search path of the driver, which is appended to that of the worker."""
     max_abs_score: float
+    has_environments: bool = False
+    """True in a run with environments, whose processes call the functions with a parameter `environments`."""
 
 
 class Sample(NamedTuple):
@@ -72,6 +74,8 @@ class FunctionInfo(NamedTuple):
     """Columns of the data file that the function reads, beside those of `Sample`; None for all columns."""
     required: tuple[str, ...]
     """Columns of the data file without which the function cannot be called."""
+    takes_environments: bool = False
+    """True if the function is called in the processes of environments."""
 
 
 class LoadResult(NamedTuple):

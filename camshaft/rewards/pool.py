@@ -278,6 +278,14 @@ class Job:
         self.num_open = num_rows * len(functions)
         """Number of outcomes before row `_end` that are missing."""
 
+    def record(self, samples: Sequence[Sample], rows: Sequence[Sequence[Outcome]]) -> None:
+        """Record for each row the outcomes of the functions that the processes of environments have called."""
+        self.samples.update(enumerate(samples))
+        called = [number for number, info in enumerate(self._functions) if info.takes_environments]
+        for row, outcomes in enumerate(rows):
+            for function, outcome in zip(called, outcomes, strict=True):
+                self.record_outcome(function, row, outcome)
+
     def put(self, first: int, samples: Sequence[Sample]) -> None:
         """Add the samples of consecutive rows from `first` on. Batched functions are called when all rows are added."""
         self._notify((first, samples))
@@ -299,6 +307,8 @@ class Job:
         first_row, samples = item
         self.samples.update(enumerate(samples, first_row))
         for function, info in enumerate(self._functions):
+            if info.takes_environments:
+                continue
             if not info.batched:
                 calls = [Call(function, (row,)) for row in range(first_row, first_row + len(samples))]
                 (self.concurrent if info.concurrent else self.blocking).extend(self._drop_ignored_rows(calls))

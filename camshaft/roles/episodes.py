@@ -106,7 +106,7 @@ class EpisodePlayer(ABC):
         """Return further metrics of the last episodes."""
         return {}
 
-    def columns(self, episodes: Sequence[Episode]) -> dict[str, Ragged]:
+    def columns(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return further columns."""
         return {}
 
@@ -140,6 +140,9 @@ class EnvironmentPlayer(EpisodePlayer):
         questions = [question(row, self.pool.spec) for row in rows]
         return play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
 
+    def columns(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        return {} if self.pool.spec.rewards is None else {"env_outcomes": [episode.outcomes for episode in episodes]}
+
 
 @dataclass
 class ProgramPlayer(EpisodePlayer):
@@ -169,7 +172,7 @@ class ProgramPlayer(EpisodePlayer):
             )
         return [join_rows(session) for session in sessions]
 
-    def columns(self, episodes: Sequence[Episode]) -> dict[str, Ragged]:
+    def columns(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         pairs = [episode.sequences or [(0, len(episode.tokens) or 1)] for episode in episodes]
         return {SEQUENCES: Ragged.from_rows([torch.tensor(row) for row in pairs], torch.int64)}
 

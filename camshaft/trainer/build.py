@@ -227,7 +227,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         section = self.config.actor_rollout_ref.rollout.multi_turn
         has_others = self.config.needs_function() or self.config.reward_model.enable
         output = self.folder / "environments/output.log"
-        spec, loaded = open_environments(section, passed, output, has_others)
+        spec, loaded = open_environments(section, passed, output, has_others, self.rewards.environment_functions)
         self._num_tool_tokens = report_template(
             self.tokenizer, self.config.data.chat_template_kwargs, loaded.schemas, section.format
         )

@@ -26,6 +26,7 @@ from camshaft.agents.setup import (
     join_columns,
     open_environments,
     report_template,
+    with_rewards,
 )
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_keys, without_secrets
 from camshaft.controller import spawn
@@ -110,7 +111,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
                 logger.info("resuming: %d of %d prompts have responses", self.parts.num_done, len(self.prompts))
             self.rewards: RewardManager | EnvironmentRewards | None = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
-                self.rewards = stack.enter_context(build_answer_rewards(config.custom_reward_function))
+                self.rewards = stack.enter_context(
+                    build_answer_rewards(config.custom_reward_function, config.plays_episodes())
+                )
                 self.rewards.check_rows(self.prompts)
             if self.environments is not None:
                 raises = config.custom_reward_function.on_error == "raise"
@@ -122,7 +125,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
                 self.generator = spawn(GenerateWorker, config, pool=pools[GLOBAL_POOL], name="generate")
                 self.generator.init_model()
                 if self.environments is not None:
-                    self.generator.set_environments(self.environments[0])
+                    functions = None if self.rewards is None else self.rewards.environment_functions
+                    self.generator.set_environments(with_rewards(self.environments[0], functions))
             self._exit = stack.pop_all()
         return self
 

@@ -54,6 +54,7 @@ DRIVER_ONLY = (
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
     *("score_parts", "score_failure", "sum_pi_squared"),
     *("env_scores", "env_failure", "stop_reason", "transcript", "answer_options", "turns"),
+    "env_outcomes",
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 

@@ -29,6 +29,7 @@ def build_rewards(
     stop: Stop | None = None,
     stop_timeout: float = 0.0,
     pickled: Sequence[FunctionSpec] = (),
+    has_environments: bool = False,
 ) -> RewardManager:
     """Load the reward functions in worker processes. The arguments are those of `RewardManager`.
 
@@ -47,14 +48,15 @@ def build_rewards(
         output=output,
         stop=stop,
         stop_timeout=stop_timeout,
+        has_environments=has_environments,
     )
 
 
-def build_answer_rewards(custom: CustomRewardConfig) -> RewardManager:
+def build_answer_rewards(custom: CustomRewardConfig, has_environments: bool = False) -> RewardManager:
     """Build the scoring of `camshaft generate` and `camshaft eval`, which keep samples that cannot be scored."""
     if custom.on_error == "drop":
         custom = custom.model_copy(update={"on_error": "zero"})
-    return build_rewards(custom)
+    return build_rewards(custom, has_environments=has_environments)
 
 
 def build_run_rewards(
@@ -70,7 +72,8 @@ def build_run_rewards(
     function = None
     if config.needs_function():
         output = Path(trainer.default_local_dir) / "rewards" / "output.log"
-        function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
+        plays = config.plays_episodes()
+        function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled, has_environments=plays)
     rewards = CombinedRewards(function, model.weight) if model.enable else function
     if rewards is None or config.plays_episodes():
         rewards = EnvironmentRewards(rewards, raises=custom.on_error == "raise")

@@ -62,13 +62,16 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     of_players: list[DataProto] = []
     play = EpisodePlayer.play
     monkeypatch.setattr(EpisodePlayer, "play", lambda self, *args: (of_players.append(args[1]), play(self, *args))[1])
-    run_ppo(tmp_path, {**episodes, f"{TURNS}.environment": ROOT.parent / "examples/agents/hint.py"}, steps=1)
+    (tmp_path / "state.py").write_text("def score(environments): return [0.0]")
+    game = {f"{TURNS}.environment": ROOT.parent / "examples/agents/hint.py"}
+    run_ppo(tmp_path, {**episodes, **game, "custom_reward_function.path": tmp_path / "state.py"}, steps=1)
     (tmp_path / "agent.py").write_text(CLIENT + "def solve(base_url, api_key, prompt): return len(ask(prompt))")
     run_ppo(tmp_path, {**episodes, f"{TURNS}.agent": f"{tmp_path}/agent.py:solve"}, steps=1)
     of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
     others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
     played = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript", "answer_options")
     others = others.union(of_players[0].select("environment_seed", "is_padding")).union(played)
+    others = others.union(batches[-2].select("env_outcomes"))
     batch = as_sequences(batches[0].union(others)).union(batches[-1].select("sequence_lengths"))
     selected = ("selected_tokens", "high_entropy")
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
