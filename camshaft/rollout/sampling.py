@@ -14,6 +14,7 @@ module.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from camshaft.device import to_device
@@ -65,6 +66,19 @@ class Penalties:
         columns = tokens.positions() + self.lengths[tokens.row_ids()]
         self.responses[tokens.row_ids(), columns] = tokens.values
         self.lengths += to_device(tokens.lengths, self.lengths.device)
+
+    def extend(self, other: "Penalties") -> None:
+        """Append the rows of others with the same strengths."""
+        self.prompts, self.responses = (
+            torch.cat(
+                [
+                    F.pad(tokens, (0, max(0, others.shape[1] - tokens.shape[1])), value=-1)
+                    for tokens, others in ((mine, theirs), (theirs, mine))
+                ]
+            )
+            for mine, theirs in ((self.prompts, other.prompts), (self.responses, other.responses))
+        )
+        self.lengths = torch.cat([self.lengths, other.lengths])
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Append one token (b,) to the response of each row (b,)."""

@@ -10,7 +10,8 @@ KV cache of `kv_cache.py`. Weights that have the right dtype and device are shar
 `enforce_eager=false`, `cuda/graphs.py` computes them.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -35,10 +36,12 @@ from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kept_rows import KeptRows
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
-from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
+from camshaft.rollout.builtin.scheduler import GenerationOptions, Scheduler
 from camshaft.rollout.builtin.steps import PrefillStep
+from camshaft.rollout.builtin.stream import TorchStream
 from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
 from camshaft.rollout.stop_strings import StopStrings, has_stop
+from camshaft.rollout.stream import Stream, WaveStream
 
 FREE_SHARE = 0.9
 """Share of the free device memory that the KV cache and sampling may use. The rest is for activations."""
@@ -90,32 +93,55 @@ class TorchRollout(SharedModelRollout):
         generated: Ragged | None = None,
         row_ids: Sequence[Hashable] | None = None,
     ) -> Generation:
-        self.model.require_model()
-        stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
-        strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
-        ends = partial(has_stop, stop_ids=stop_ids, stops=strings)
-        rows = self.open_rows(prompts, sampling, seeds, generated, self.model.num_embeddings, ends)
+        rows = self._open_call(prompts, sampling, seeds, generated)
         if not len(rows.prompts):
             return rows.complete(Generation.empty(prompts))
         ids = None if row_ids is None else self._open_ids(row_ids, rows)
-        num_slots = self._allocate_slots(
-            rows.contexts.lengths + rows.limits, keeps=ids is not None and self.routers is None
-        )
-        request = GenerationRequest(rows, sampling, stop_ids, num_slots, strings, ids)
         recorder = None if self.routers is None else RoutingRecorder(self.routers, len(rows.prompts))
-        decoder, kept = self.graphs or self.decoder, None if recorder is not None else self.kept
-        try:
-            generation = Scheduler(decoder, self.cache, request, self.config, recorder, kept).generate()
+        with self._scheduler(sampling, rows.contexts.lengths + rows.limits, ids is not None, recorder) as scheduler:
+            scheduler.add(rows, ids)
+            generation = scheduler.generate()
             check_finite(generation.log_probs)
-        except BaseException:
-            self.cache.clear()  # masked positions must not contain NaN
-            self.kept.clear()
-            raise
         generation = generation.to(prompts.values.device)
         if ids is not None:
             for row_id, *parts in zip(ids, rows.contexts.rows(), generation.responses.rows(), strict=True):
                 self.kept.set_tokens(row_id, torch.cat(parts)[:-1])  # the last token has not been computed
         return rows.complete(generation)
+
+    def open_stream(self) -> Stream:
+        if self.routers is not None:
+            return WaveStream(self)
+        lengths = torch.full([self.config.max_num_seqs], self.config.max_model_len)
+        return TorchStream(self, self._open_call, partial(self._scheduler, lengths=lengths, keeps=True))
+
+    def _open_call(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None, generated: Ragged | None
+    ) -> OpenRows:
+        """Validate the arguments of a call, and return its rows that have not ended."""
+        self.model.require_model()
+        ends = partial(has_stop, stop_ids=self._stop_ids(sampling), stops=self._stop_strings(sampling))
+        return self.open_rows(prompts, sampling, seeds, generated, self.model.num_embeddings, ends)
+
+    @contextmanager
+    def _scheduler(
+        self, sampling: SamplingParams, lengths: Tensor, keeps: bool, recorder: RoutingRecorder | None = None
+    ) -> Iterator[Scheduler]:
+        """Yield a scheduler without rows, given the maximum lengths of the rows that may be live at once."""
+        num_slots = self._allocate_slots(lengths, keeps and recorder is None)
+        options = GenerationOptions(sampling, self._stop_ids(sampling), num_slots, self._stop_strings(sampling))
+        kept = None if recorder is not None else self.kept
+        try:
+            yield Scheduler(self.graphs or self.decoder, self.cache, options, self.config, recorder, kept)
+        except BaseException:
+            self.cache.clear()  # masked positions must not contain NaN
+            self.kept.clear()
+            raise
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        return StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
 
     def _open_ids(self, row_ids: Sequence[Hashable], rows: OpenRows) -> list[Hashable]:
         """Return the ids of the rows that have not ended."""

@@ -1,17 +1,20 @@
 """Continuous batching: a row starts when a cache slot is free and releases its slot when it ends.
 
-    generation = Scheduler(decoder, cache, request, config).generate()
+    scheduler = Scheduler(decoder, cache, options, config)
+    scheduler.add(rows)
+    generation = scheduler.generate()       # or `step`, between which rows are added and removed
 
 The B live rows always occupy slots 0..B-1. When rows end, the last rows move into their slots, so a decode step
 computes only live rows. Waiting rows start when an eighth of the slots is free. Each distinct prompt is computed once
 for all of its rows. If some of these rows do not get a slot yet, a spare slot keeps the prompt's keys and values for
 them. In this module, the prompt of a continued row includes its earlier tokens. Rows with an id are kept when they end,
-and only the new tokens of a kept row are computed (`kept_rows.py`). `rollout.py` uses this module.
+and only the new tokens of a kept row are computed (`kept_rows.py`). `rollout.py` and `stream.py` use this module.
 """
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +33,7 @@ from camshaft.rollout.builtin.kept_rows import KeptRows, Resumed
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.steps import DecodeStep, PrefillStep
-from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
+from camshaft.rollout.sampling import Penalties, draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
 REFILL = 8
@@ -44,17 +47,14 @@ TOKEN, POSITION, END, SEED, ROW = range(5)
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """Validated arguments of a call of `generate_sequences`."""
+class GenerationOptions:
+    """Options of all rows of a scheduler."""
 
-    rows: OpenRows
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     num_slots: int
     """Maximum number of live rows."""
     stop_strings: StopStrings | None = None
-    row_ids: Sequence[Hashable] | None = None
-    """Ids of the rows, which are then kept."""
 
 
 @dataclass
@@ -68,73 +68,130 @@ class _PrefixGroup:
 
 
 class Scheduler:
-    """Scheduler of one request. It holds the waiting rows, the live rows and the sampled tokens."""
+    """Holds waiting rows, live rows and sampled tokens. Rows have numbers in the order in which they are added."""
 
     def __init__(
         self,
         decoder: Decoder | CUDAGraphDecoder,
         cache: KVCache,
-        request: GenerationRequest,
+        options: GenerationOptions,
         config: RolloutEngineConfig,
         recorder: RoutingRecorder | None = None,
         kept: KeptRows | None = None,
     ):
-        """`kept` contains the rows of earlier calls, if the request has ids."""
-        self.recorder = recorder
-        self.kept, self.row_ids = kept, request.row_ids
-        self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling
-        prompts, limits = request.rows.contexts, request.rows.limits
+        """`kept` contains the rows of earlier calls, if rows have ids."""
+        self.recorder, self.kept = recorder, kept
+        self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, options.sampling
         self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
-        self.max_tokens = config.max_num_batched_tokens
-        self.num_slots = request.num_slots
-        contexts = prompts.to("cpu").rows()
-        self.num_cached = torch.zeros(len(prompts), dtype=torch.int64)
+        self.max_tokens, self.max_slots = config.max_num_batched_tokens, options.num_slots
+        self.num_slots = 0 if self.device.type == "cpu" else self.max_slots
+        """Number of slots for live rows. On a CPU, it grows with the number of rows."""
+        self.stop_ids = torch.tensor(options.stop_ids, dtype=torch.int64, device=self.device)
+        self.stop_strings = options.stop_strings
+        self.row_ids: list[Hashable] = []
+        """Ids of the rows, if they are kept."""
+        self.num_cached: list[int] = []
+        """Number of tokens of each row that were kept."""
         self.resumed: deque[tuple[int, list[int], Resumed]] = deque()
         """Rows to be resumed, each with its new tokens."""
-        for row, row_id in enumerate(request.row_ids or ()):
-            resumed = None if kept is None else kept.take(row_id, contexts[row])
-            if resumed is not None:
-                self.num_cached[row] = resumed.length
-                self.resumed.append((row, contexts[row][resumed.length :].tolist(), resumed))
-        self.groups = deque(_group_equal_prompts(contexts, {row for row, *_ in self.resumed}))
-        self.num_waiting = len(prompts)
-        self.lengths = prompts.lengths.to(self.device)
-        self.ends = self.lengths + limits.to(self.device) - 1
-        self.num_steps = int(limits.max())
-        self.seeds = request.rows.seeds.to(self.device)
-        self.penalties = self.sampling.penalties(request.rows, self.device)
-        self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
-        self.stop_strings = request.stop_strings
-        generated = request.rows.generated.rows() if request.stop_strings else []
-        self.responses: list[list[int]] = [tokens.tolist() for tokens in generated]
+        self.groups: deque[_PrefixGroup] = deque()
+        self.num_waiting = 0
+        self.lengths, self.ends, self.seeds = torch.empty(3, 0, dtype=torch.int64, device=self.device)
+        """Of each row: length of the prompt, last allowed position, and seed."""
+        self.finished = torch.empty(0, dtype=torch.bool, device=self.device)
+        self.penalties: Penalties | None = None
+        self.responses: list[list[int]] = []
+        """Response of each row, if there are stop strings."""
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)  # see TOKEN, ..., ROW; one column per row
         self.uniforms = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # (future steps, live rows)
         self.decode_step: DecodeStep | None = None  # the last decode step, or None if the live rows have changed
         self.max_position = 0  # highest position of a live row, which equals its number of cached positions
         self.steps_to_limit = 0  # number of steps until the first live row reaches its limit
-        self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         self.samples: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens and log-probs of each step
         self.prompt_tokens = self.steps = self.row_steps = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that have not ended."""
+        return self.num_waiting + self.live.shape[1]
+
+    def add(self, rows: OpenRows, row_ids: Sequence[Hashable] | None = None) -> int:
+        """Add rows that wait, and return the number of the first one.
+
+        Rows with ids are kept when they end. All rows of a scheduler have ids, or none has.
+        """
+        first, contexts = len(self.finished), rows.contexts.to("cpu").rows()
+        self.row_ids += row_ids or ()
+        self.num_cached += [0] * len(contexts)
+        resumed: set[int] = set()
+        for i, row_id in enumerate(row_ids or ()):
+            kept = None if self.kept is None else self.kept.take(row_id, contexts[i])
+            if kept is not None:
+                self.num_cached[first + i] = kept.length
+                self.resumed.append((first + i, contexts[i][kept.length :].tolist(), kept))
+                resumed.add(i)
+        self.groups += _group_equal_prompts(contexts, resumed, first)
+        self.num_waiting += len(contexts)
+        self._add_slots()
+        lengths = rows.contexts.lengths.to(self.device)
+        self.lengths = torch.cat([self.lengths, lengths])
+        self.ends = torch.cat([self.ends, lengths + rows.limits.to(self.device) - 1])
+        self.seeds = torch.cat([self.seeds, rows.seeds.to(self.device)])
+        self.finished = torch.cat([self.finished, torch.zeros_like(lengths, dtype=torch.bool)])
+        penalties = self.sampling.penalties(rows, self.device)
+        if self.penalties is not None and penalties is not None:
+            self.penalties.extend(penalties)
+        else:
+            self.penalties = penalties
+        if self.stop_strings is not None:
+            self.responses += [tokens.tolist() for tokens in rows.generated.rows()]
+        return first
+
+    def _add_slots(self) -> None:
+        """On a CPU, add slots for new rows. The memory of a GPU is allocated for all rows at once."""
+        needed = min(self.num_rows, self.max_slots)
+        if needed > self.num_slots:
+            self.num_slots = min(max(needed, 2 * self.num_slots), self.max_slots)
+            for group in self.groups:
+                group.logits = None  # the slot with its prompt is no longer the spare one
+
+    def take_samples(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the rows, tokens and log-probs of each step since the last call."""
+        samples, self.samples = self.samples, []
+        return samples
+
+    def live_rows(self) -> list[int]:
+        return self.live[ROW].tolist()
+
+    def remove(self, rows: Collection[int]) -> None:
+        """Remove rows that have not ended. Those that are live are kept if they have ids."""
+        self.resumed = deque(entry for entry in self.resumed if entry[0] not in rows)
+        for group in self.groups:
+            group.rows = [row for row in group.rows if row not in rows]
+        self.groups = deque(group for group in self.groups if group.rows)
+        self.num_waiting = len(self.resumed) + sum(len(group.rows) for group in self.groups)
+        is_removed = [row in rows for row in self.live_rows()]
+        self._release_slots(torch.tensor(is_removed, dtype=torch.bool, device=self.device))
+
+    def step(self) -> None:
+        """Start waiting rows, or generate one token for each live row."""
+        num_free = self.num_slots - self.live.shape[1]
+        if self.num_waiting and num_free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
+            self._fill_slots()
+        else:
+            self._decode()
+
     def generate(self) -> Generation:
         """Generate until all rows have ended."""
-        start = time.perf_counter()
+        start, num_rows = time.perf_counter(), self.num_rows
+        num_steps = int((self.ends - self.lengths).max()) + 1
         # Inference tensors must not leave this context, so results are copied to normal tensors below.
-        num_rows = len(self.finished)
-        with (
-            torch.inference_mode(),
-            counted(num_rows, "responses") as work,
-            self.decoder.prepare(self.num_slots, self.num_steps) as self.forward,
-        ):
-            while self.num_waiting or self.live.shape[1]:
-                work.done = num_rows - self.num_waiting - self.live.shape[1]
-                num_free = self.num_slots - self.live.shape[1]
-                if self.num_waiting and num_free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
-                    self._fill_slots()
-                else:
-                    self._decode()
-        rows, tokens, log_probs = (torch.cat(steps) for steps in zip(*self.samples, strict=True))
+        with torch.inference_mode(), counted(num_rows, "responses") as work, self.prepared(num_steps):
+            while self.num_rows:
+                work.done = num_rows - self.num_rows
+                self.step()
+        rows, tokens, log_probs = (torch.cat(steps) for steps in zip(*self.take_samples(), strict=True))
         order = rows.argsort(stable=True)  # a stable sort keeps the order of tokens within a row
         lengths = rows.bincount(minlength=len(self.finished)).cpu()
         metrics = {
@@ -147,9 +204,15 @@ class Scheduler:
         }
         responses = Ragged(tokens[order], lengths)
         experts = None if self.recorder is None else self.recorder.result()
-        num_cached = None if self.row_ids is None else self.num_cached
+        num_cached = torch.tensor(self.num_cached) if self.row_ids else None
         log_probs = responses.like(log_probs[order])
         return Generation(responses, log_probs, self.finished.clone(), metrics, experts, num_cached)
+
+    @contextmanager
+    def prepared(self, num_steps: int) -> Iterator[None]:
+        """Prepare the decoder for `step`, given the number of steps after which it may still be used."""
+        with self.decoder.prepare(self.max_slots, num_steps) as self.forward:
+            yield
 
     def _fill_slots(self) -> None:
         """Admit waiting rows until no slot is free or no row is waiting."""
@@ -308,15 +371,19 @@ class Scheduler:
         if is_stopped is not None:
             has_ended |= is_stopped
             self.finished[self.live[ROW]] = is_stopped
-        if self.kept is not None and self.row_ids is not None:
-            for slot in has_ended.nonzero()[:, 0].tolist():
+        self._release_slots(has_ended)
+
+    def _release_slots(self, is_removed: Tensor) -> None:
+        """Remove live rows, given a mask of their slots, and move the last rows into their slots."""
+        if self.kept is not None and self.row_ids:
+            for slot in is_removed.nonzero()[:, 0].tolist():
                 length, row = self.live[[POSITION, ROW], slot].tolist()
                 self.kept.add(self.row_ids[row], self.cache.read(slot, length))
-        live_slots = (~has_ended).nonzero()[:, 0]
+        live_slots = (~is_removed).nonzero()[:, 0]
         order = torch.arange(len(live_slots), device=self.device)
         sources = live_slots[live_slots >= len(live_slots)]
         if len(sources):
-            free_slots = has_ended[: len(live_slots)].nonzero()[:, 0]
+            free_slots = is_removed[: len(live_slots)].nonzero()[:, 0]
             self.cache.copy(sources, free_slots, self.max_position)
             order[free_slots] = sources
         self.live, self.uniforms = self.live.index_select(1, order), self.uniforms.index_select(1, order)
@@ -347,8 +414,8 @@ def fused_draw(scores: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tu
     return sampling.draw(scores, uniforms, temperature)
 
 
-def _group_equal_prompts(prompts: Sequence[Tensor], without: set[int]) -> list[_PrefixGroup]:
-    """Group rows with equal prompts, in the order of first appearance, except for some rows."""
+def _group_equal_prompts(prompts: Sequence[Tensor], without: set[int], first: int) -> list[_PrefixGroup]:
+    """Group rows with equal prompts, in the order of first appearance, except for some rows. Add `first` to numbers."""
     groups: dict[bytes, _PrefixGroup] = {}
     for row, tokens in enumerate(prompts):
         if row in without:
@@ -356,5 +423,5 @@ def _group_equal_prompts(prompts: Sequence[Tensor], without: set[int]) -> list[_
         key = tokens.numpy().tobytes()
         if key not in groups:
             groups[key] = _PrefixGroup(tokens.tolist(), [])
-        groups[key].rows.append(row)
+        groups[key].rows.append(first + row)
     return list(groups.values())

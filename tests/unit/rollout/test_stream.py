@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import Answer, Generation, SamplingParams, Stream, open_stream
 from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.builtin.scheduler import Scheduler
 from camshaft.rollout.hf import HFRollout
 from camshaft.rollout.sampling import restart_seeds
 from camshaft.rollout.stream import WaveStream
@@ -213,7 +215,7 @@ def test_a_long_stop_is_logged(held: Case, monkeypatch: pytest.MonkeyPatch, capl
         stream.put(0, [5], SAMPLING, seed=1)
         time.sleep(0.1)
         threading.Timer(1.0, held.rollout.gate.set).start()  # pyright: ignore
-    assert "rollout stream: no answer from the call of generate_sequences for 1 rows" in caplog.text
+    assert "rollout stream: no answer from the model, which generates 1 rows" in caplog.text
 
 
 def test_a_waiting_row_is_interrupted_without_tokens(held: Case) -> None:
@@ -256,3 +258,112 @@ def test_a_rollout_keeps_the_rows_of_a_stream(tmp_path: Path) -> None:
         take(stream, 1)
     assert rollout.cached == [0, 3 + 12 - 1, 0]
     assert rollout.kept.num_bytes == 0
+
+
+class Stepped(TorchRollout):
+    """Makes a step for each permit."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.permits = threading.Semaphore(0)
+
+    @contextmanager
+    def _scheduler(self, *arguments: Any, **options: Any) -> Iterator[Scheduler]:
+        with super()._scheduler(*arguments, **options) as scheduler:
+            step = scheduler.step
+
+            def permitted() -> None:
+                assert self.permits.acquire(timeout=60)
+                step()
+
+            scheduler.step = permitted
+            yield scheduler
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Case:
+    return RolloutHarness(Stepped, tmp_path).case()
+
+
+def whole(case: Case, tokens: list[int], seed: int) -> list[int]:
+    """Return the answer of a stepped rollout to a row alone."""
+    assert isinstance(case.rollout, Stepped)
+    case.rollout.permits.release(1000)
+    answer = alone(case, tokens, SAMPLING, seed)[0]
+    case.rollout.permits = threading.Semaphore(0)
+    return answer
+
+
+def test_a_row_joins_and_leaves_while_others_are_generated(stepped: Case) -> None:
+    rollout = stepped.rollout
+    assert isinstance(rollout, Stepped)
+    long, short = whole(stepped, [5, 9], 1), whole(stepped, [5, 4], 2)[:2]
+    with open_stream(rollout) as stream:
+        stream.put(0, [5, 9], SAMPLING, seed=1)
+        rollout.permits.release(3)  # the prompt, and two steps
+        while rollout.permits._value:
+            time.sleep(0.001)
+        stream.put(1, [5, 4], replace(SAMPLING, max_tokens=2), seed=2)
+        rollout.permits.release(4)  # at most one step before row 1 joins, its prompt and a step, and one behind it
+        assert take(stream, 1)[1].tokens == short
+        threading.Timer(0.1, rollout.permits.release).start()
+        (interrupted,) = stream.interrupt()
+        assert (interrupted.row_id, interrupted.reason) == (0, "interrupted")
+        assert 4 <= len(interrupted.tokens) < 12
+        rollout.permits.release(1000)
+        stream.put(0, [5, 9], SAMPLING, seed=1, generated=interrupted.tokens)
+        rest = take(stream, 1)[0]
+    assert interrupted.tokens + rest.tokens == long
+    assert rest.num_cached == len([5, 9]) + len(interrupted.tokens) - 1
+
+
+def test_a_row_that_is_closed_while_it_is_generated_leaves(stepped: Case) -> None:
+    rollout = stepped.rollout
+    assert isinstance(rollout, Stepped)
+    long, other = whole(stepped, [5, 9], 1), whole(stepped, [5, 4], 2)
+    with open_stream(rollout) as stream:
+        for row, tokens in enumerate(([5, 9], [5, 4])):
+            stream.put(row, tokens, SAMPLING, seed=1 + row)
+        rollout.permits.release(2)
+        while rollout.permits._value:
+            time.sleep(0.001)
+        stream.close(0)
+        stream.put(0, [5, 9], SAMPLING, seed=1)  # a new row with the same name
+        rollout.permits.release(1000)
+        answers = take(stream, 2)
+    assert (answers[0].tokens, answers[1].tokens) == (long, other)
+    assert rollout.kept.num_bytes == 0
+
+
+def test_rows_of_several_threads_are_those_of_calls(case: Case) -> None:
+    options = [
+        SamplingParams(20, stop_token_ids=(7,), presence_penalty=1.0, repetition_penalty=1.2),
+        SamplingParams(16, top_k=12, temperature=0.8),
+    ]
+    played: dict[str, list[tuple[list[int], Answer]]] = {}
+    answers: dict[int | str, Answer] = {}
+    has_answer = threading.Condition()
+
+    def play(name: str, number: int, stream: Stream) -> None:
+        context = [3 + number % 5, *range(4, 8 + number % 3)]
+        for turn in range(3):
+            stream.put(name, context, options[number % 2], seed=number)
+            with has_answer:
+                assert has_answer.wait_for(lambda: name in answers, 120)
+                answer = answers.pop(name)
+            played.setdefault(name, []).append((context, answer))
+            context = [*context, *answer.tokens, 8 + turn]
+
+    with open_stream(case.rollout) as stream:
+        threads = [threading.Thread(target=play, args=(str(i), i, stream), daemon=True) for i in range(24)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            taken = {answer.row_id: answer for answer in stream.take(0.05)}
+            with has_answer:
+                answers.update(taken)
+                has_answer.notify_all()
+    assert [len(turns) for turns in played.values()] == [3] * 24
+    for name, turns in played.items():
+        for context, answer in turns if case.rollout.capabilities.continues_rows else turns[:1]:
+            assert answer.tokens == alone(case, context, options[int(name) % 2], int(name))[0]
