@@ -42,7 +42,9 @@ SINGLE_DEVICE = EngineCapabilities(
     multiple_ranks=False,
     supports_router_aux_loss=True,
     supports_router_replay=True,
+    supports_lora_groups=True,
     supports_step_hyperparameters=True,
+    supports_target_log_probs=True,
     supports_forecast=True,
     frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
@@ -52,7 +54,9 @@ FSDP = EngineCapabilities(
     shards_weights=True,
     supports_router_aux_loss=True,
     supports_router_replay=True,
+    supports_lora_groups=True,
     supports_step_hyperparameters=True,
+    supports_target_log_probs=True,
     supports_forecast=True,
     frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
@@ -63,6 +67,7 @@ FSDP1 = EngineCapabilities(
     supports_router_aux_loss=True,
     supports_router_replay=True,
     supports_step_hyperparameters=True,
+    supports_target_log_probs=True,
 )
 MEGATRON = EngineCapabilities(
     MegatronOptions,

@@ -36,10 +36,23 @@ class LoRAConfig(Frozen):
     """Scaling factor. The output of each adapter is multiplied by alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Name suffixes of the layers to add adapters to. "all-linear" selects all linear layers except the output head."""
+    train_attn: bool = True
+    """Adapt the selected layers of attention."""
+    train_mlp: bool = True
+    """Adapt the selected layers of MLPs and of experts."""
+    train_unembed: bool = False
+    """Also adapt the output head of a causal language model. It needs a weight of its own (`BaseEngine.notices`)."""
+    seed: int | None = None
+    """Seed of the initial adapter. None uses the seed of the engine."""
     exclude_modules: tuple[str, ...] = ()
     """Name suffixes of layers to exclude."""
     adapter_path: str | None = None
     """Folder of a PEFT adapter to start from. None initializes the adapters so that they do not change the outputs."""
+
+    def group_fields(self) -> dict[str, Any]:
+        """Return the fields that only engines with `supports_lora_groups` read, if they differ from the defaults."""
+        values = {name: getattr(self, name) for name in ("train_attn", "train_mlp", "train_unembed", "seed")}
+        return {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
 
 
 class EngineModel(Frozen):
@@ -232,6 +245,8 @@ class EngineCapabilities:
     """True if the engine supports more than one rank."""
     supports_lora: bool = True
     """True if the engine can train LoRA adapters (`EngineModel.lora`)."""
+    supports_lora_groups: bool = False
+    """True if the engine reads `seed`, `train_attn`, `train_mlp` and `train_unembed` of `LoRAConfig`."""
     supports_router_aux_loss: bool = False
     """True if the engine adds the auxiliary loss of a mixture of experts (`EngineModel.router_aux_loss_coef`), and
     returns the metrics of its routers."""
@@ -239,6 +254,8 @@ class EngineCapabilities:
     """True if the engine can compare and replay the experts of another forward pass (`StepContext.routing`)."""
     supports_step_hyperparameters: bool = False
     """True if `optimizer_step` of the engine accepts the hyperparameters of a step (`StepHyperparameters`)."""
+    supports_target_log_probs: bool = False
+    """True if the engine computes log-probs of the column `targets` (`StepContext.outputs`)."""
     heads: tuple[Head, ...] = ("causal_lm", "value", "reward")
     """Supported output heads (`EngineModel.head`)."""
     families: tuple[str, ...] = ()
@@ -285,6 +302,9 @@ class EngineCapabilities:
             conflicts.append(
                 "LoRA is not supported by this engine. Set lora=None in EngineModel, or lora_rank=0 in a run"
             )
+        elif config.model.lora is not None and not self.supports_lora_groups:
+            for name, value in config.model.lora.group_fields().items():
+                conflicts.append(f"this engine does not support lora.{name}={value}. Omit {name} in LoRAConfig")
         if config.model.router_aux_loss_coef and not self.supports_router_aux_loss:
             conflicts.append(
                 f"router_aux_loss_coef={config.model.router_aux_loss_coef} is not supported by this engine. Set "

@@ -84,6 +84,7 @@ ALL_FEATURES = (
     Feature("value head", MODELS, model={"head": "value"}),
     Feature("reward head", MODELS, model={"head": "reward"}),
     Feature("LoRA", MODELS, model={"lora": LoRAConfig(rank=8)}),
+    Feature("LoRA on groups of layers", MODELS, model={"lora": LoRAConfig(rank=8, train_attn=False)}),
     Feature("router auxiliary loss", MODELS, model={"router_aux_loss_coef": 1e-3}),
     Feature("router replay", MODELS, is_supported=lambda capabilities: capabilities.supports_router_replay),
     Feature("train float32 weights", PRECISION),
@@ -140,6 +141,10 @@ ALL_FEATURES = (
     _option("torch.compile", SPEED, use_torch_compile=True),
     _option("write checkpoints in the background", SPEED, async_save=True),
     Feature("load checkpoints of another world size", SPEED),
+    Feature(
+        "log-probs of free targets", SPEED,
+        is_supported=lambda capabilities: capabilities.supports_target_log_probs,
+    ),
     Feature(
         "hyperparameters of a step", SPEED,
         is_supported=lambda capabilities: capabilities.supports_step_hyperparameters,

@@ -281,6 +281,10 @@ class BaseEngine(ABC):
         """
         return None
 
+    def notices(self) -> tuple[str, ...]:
+        """Return a sentence for each setting that the engine accepts but cannot follow with this model."""
+        return ()
+
     def wait_for_checkpoint(self) -> None:  # noqa: B027 - only engines that write in the background override it
         """Wait until the checkpoint in progress is written."""
 

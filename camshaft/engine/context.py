@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from camshaft.config.engine import Head
+from camshaft.config.engine import EngineCapabilities, Head
 from camshaft.errors import EngineError
-from camshaft.models.heads import OUTPUTS, Output, default_output
+from camshaft.models.heads import Output, default_output, supported_outputs
 
 RoutingMode = Literal["compare", "replay"]
 
@@ -60,7 +60,7 @@ class CallContext(dict[str, Any]):
         return super().get(key, default)
 
 
-def call_context(ctx: Mapping[str, Any] | None, head: Head) -> CallContext:
+def call_context(ctx: Mapping[str, Any] | None, head: Head, capabilities: EngineCapabilities) -> CallContext:
     """Check the control keys of `ctx` and return a copy with defaults filled in and empty metrics."""
     values = CallContext(ctx or {})
     control = StepContext.__annotations__
@@ -72,12 +72,12 @@ def call_context(ctx: Mapping[str, Any] | None, head: Head) -> CallContext:
                 f"ctx['{key}'] is not a control key; did you mean '{nearest}'? If '{key}' is a custom key, choose a "
                 f"name that differs in more than one letter. Control keys: {', '.join(control)}"
             )
-    supported = OUTPUTS[head]
+    supported = supported_outputs(head, capabilities)
     outputs = tuple(values.get("outputs", (default_output(head),)))
     unsupported = [name for name in outputs if name not in supported]
     if unsupported:
         raise EngineError(
-            f"ctx['outputs'] contains {', '.join(unsupported)}, but an engine with head={head} supports only "
+            f"ctx['outputs'] contains {', '.join(unsupported)}, but this engine with head={head} supports only "
             f"{', '.join(supported)}"
         )
     temperature = float(values.get("temperature", 1.0))

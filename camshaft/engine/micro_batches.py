@@ -3,7 +3,7 @@
     plan = plan_micro_batches(lengths, size=4, max_tokens=None)
     micro_batches = MicroBatches(batch, plan, ...)
     for index in range(len(micro_batches)):
-        loss = micro_batches.finish(index, model(*micro_batches.prepare(index)))
+        loss = micro_batches.finish(index, model(*micro_batches.prepare(index).arguments()))
     predictions = micro_batches.predictions()
 
 With `size`, a micro-batch holds up to `size` consecutive rows. With `max_tokens`, rows are assigned to as few
@@ -249,6 +249,11 @@ class ModelInputs(NamedTuple):
     outputs: Sequence[str]
     temperature: float
     log_q: OpaqueTensor | None
+    targets: Tensor | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments, without `targets` if there are none: not every model has this parameter."""
+        return self[:-1] if self.targets is None else tuple(self)
 
 
 class PreparedRows(NamedTuple):
@@ -290,7 +295,7 @@ class MicroBatches:
     """The micro-batches of one `forward_backward_step`: calls the hooks and the loss, and collects the results.
 
         inputs = micro_batches.prepare(0)       # preprocess_fn; packs the rows
-        outputs = module(*inputs)
+        outputs = module(*inputs.arguments())
         loss = micro_batches.finish(0, outputs) # postprocess_fn and loss_fn; None for a forward pass
 
     Call `prepare` and `finish` once per micro-batch and in order. A pipeline or an extension may prepare later
@@ -342,7 +347,7 @@ class MicroBatches:
         self.ctx = ctx
         ctx_changes = {k: value for k, value in dict(ctx).items() if k not in ctx_before or ctx_before[k] is not value}
         ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
-        _check_token_ids(ids, rows, self._vocabulary_size)
+        _check_token_ids("input_ids", ids, rows, self._vocabulary_size)
         positions = mask.values.nonzero().squeeze(-1).cpu()
         routed = inputs.ragged("routed_experts") if ctx.get("routing") is not None else None
         packed = pack_rows(ids, positions, prefix_groups(ids, mask, routed) if self._shares_prefixes else ())
@@ -350,6 +355,8 @@ class MicroBatches:
         log_q = None
         if "full_kl" in ctx["outputs"]:
             log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
+        has_targets = "target_log_probs" in ctx["outputs"]
+        targets = _counted_targets(inputs, rows, self._vocabulary_size) if has_targets else None
         model_inputs = ModelInputs(
             to_device(packed.tokens, self._device),
             packed.packing,
@@ -357,6 +364,7 @@ class MicroBatches:
             ctx["outputs"],
             ctx["temperature"],
             log_q,
+            targets if targets is None else to_device(packed.reorder(targets), self._device),
         )
         ctx_changes = {"metrics": ctx.get("metrics", {})} | ctx_changes
         self._prepared[index] = PreparedRows(model_inputs, data, ids, positions, ctx_changes, experts)
@@ -474,20 +482,36 @@ def check_gradient(loss: Tensor) -> Tensor:
     return loss
 
 
-def _check_token_ids(ids: Ragged, rows: Sequence[int], vocabulary_size: int) -> None:
+def _counted_targets(data: DataProto, rows: Sequence[int], vocabulary_size: int) -> Tensor:
+    """Return the column `targets`, with 0 at tokens that are not counted; raise BatchError if it is not valid."""
+    data.require("targets")
+    targets, mask = data.ragged("targets"), data.ragged("loss_mask")
+    if targets.values.ndim != 1:
+        raise BatchError(
+            f"targets has the shape {tuple(targets.values.shape)}: several targets per position are not supported; "
+            "pass one id per token"
+        )
+    if not torch.equal(targets.lengths, mask.lengths):
+        raise BatchError("targets and input_ids have rows of different lengths; give each token one target")
+    counted = targets.map(lambda values: torch.where(mask.values, values, 0))
+    _check_token_ids("targets", counted, rows, vocabulary_size)
+    return counted.values.long()
+
+
+def _check_token_ids(column: str, ids: Ragged, rows: Sequence[int], vocabulary_size: int) -> None:
     """Raise BatchError for token ids that the model does not have, if they are in host memory.
 
     A check on an accelerator would wait for it.
     """
     values = ids.values
     if values.dtype not in (torch.int64, torch.int32):
-        raise BatchError(f"input_ids has the dtype {values.dtype}; token ids must be int64 or int32")
+        raise BatchError(f"{column} has the dtype {values.dtype}; token ids must be int64 or int32")
     if values.device.type != "cpu" or not len(values):
         return
     smallest, largest = values.aminmax()
     if smallest < 0 or largest >= vocabulary_size:
         at = int(((values < 0) | (values >= vocabulary_size)).nonzero()[0])
         raise BatchError(
-            f"row {rows[int(ids.row_ids()[at])]} of input_ids contains the token id {int(values[at])}, but the "
+            f"row {rows[int(ids.row_ids()[at])]} of {column} contains the token id {int(values[at])}, but the "
             f"embedding layer of the model has {vocabulary_size} rows; use the tokenizer of the model"
         )

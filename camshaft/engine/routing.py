@@ -116,7 +116,7 @@ class RoutingStep(StepExtension):
         counts = []
         for index, each in enumerate(inputs):
             weights, experts = self._local_tokens(index, each)
-            _, layers = self._run_model(each._replace(at=nothing, outputs=outputs, log_q=None), experts)
+            _, layers = self._run_model(each._replace(at=nothing, outputs=outputs, log_q=None, targets=None), experts)
             sums, is_dummy = self._sum_routing(layers, weights), self._micro_batches.is_dummy(index)
             counts.append(torch.cat([sums.tokens[None], sums.loads.sum(0)]).double() * (not is_dummy))
         set_random_states(random, self._device)
@@ -161,7 +161,7 @@ class RoutingStep(StepExtension):
 
     def _run_model(self, inputs: ModelInputs, experts: Tensor | None) -> tuple[dict[str, Tensor], list[LayerRouting]]:
         self.routers.start(experts if self._mode == "replay" else None)
-        outputs = self._module(*inputs)
+        outputs = self._module(*inputs.arguments())
         return outputs, self.routers.finish()
 
     def _local_tokens(self, index: int, inputs: ModelInputs) -> tuple[Tensor, Tensor | None]:

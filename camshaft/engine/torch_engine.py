@@ -79,7 +79,7 @@ from camshaft.engine.routing import RoutingStep, check_coefficient, routing_step
 from camshaft.errors import EngineError
 from camshaft.models.attention import least_shared
 from camshaft.models.loader import DTYPES
-from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
+from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights, unembed_notice
 from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.models.sequence import join_columns, split_columns
 from camshaft.progress import track
@@ -185,10 +185,7 @@ class TorchEngine(BaseEngine):
         """Free resources that a backward pass would normally free."""
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """Clip the gradient norm to `self.grad_clip` and apply one update.
-
-        Return (norm before clipping, True if the update was applied).
-        """
+        """Clip the gradient norm to `grad_clip` and update; return (norm before clipping, True if it was applied)."""
         return clip_and_step(self.optimizer, self.grad_clip)
 
     def shard_data(self, data: DataProto) -> DataProto:
@@ -283,7 +280,7 @@ class TorchEngine(BaseEngine):
         loss_fn = None if forward_only else self._loss_fn
         if not forward_only and loss_fn is None:
             raise EngineError("the engine has no loss function; call set_loss_fn(loss_fn), or pass forward_only=True")
-        call: StepContext = call_context(ctx, self.config.model.head)  # pyright: ignore[reportAssignmentType]
+        call: StepContext = call_context(ctx, self.config.model.head, self.capabilities)  # pyright: ignore
         if preprocess_fn is not None and not has_input_ids(batch):
             # Without input_ids, row lengths and counts are unknown until the hook has run.
             batch, call = call_hook("preprocess_fn", preprocess_fn, batch, call)
@@ -328,7 +325,7 @@ class TorchEngine(BaseEngine):
         for index in track(range(len(micro_batches)), len(micro_batches), "micro-batches"):
             inputs = micro_batches.prepare(index)
             with self.forward_context():
-                outputs = self.module(*inputs) if extension is None else extension.forward(index, inputs)
+                outputs = self.module(*inputs.arguments()) if extension is None else extension.forward(index, inputs)
             loss = micro_batches.finish(index, outputs)
             if loss is not None:
                 self.backward(check_gradient(loss))
@@ -409,17 +406,15 @@ class TorchEngine(BaseEngine):
 
     def optimizer_step(self, hyperparameters: StepHyperparameters | None = None) -> float:
         self.require_model()
-        with self.parts.on_device("model", "gradients", "optimizer"), self._with_hyperparameters(hyperparameters):
+        replaced = contextlib.nullcontext() if hyperparameters is None else self._with_hyperparameters(hyperparameters)
+        with self.parts.on_device("model", "gradients", "optimizer"), replaced:
             norm, updated = self.clip_and_step()
         self._skipped_steps += not updated
         return norm
 
     @contextlib.contextmanager
-    def _with_hyperparameters(self, step: StepHyperparameters | None) -> Iterator[None]:
-        """Use the hyperparameters `step` inside the context; None changes nothing."""
-        if step is None:
-            yield
-            return
+    def _with_hyperparameters(self, step: StepHyperparameters) -> Iterator[None]:
+        """Use the hyperparameters `step` inside the context."""
         if not self.capabilities.supports_step_hyperparameters:
             raise EngineError(
                 f"{type(self).__name__} does not support hyperparameters of a step; call optimizer_step() without "
@@ -447,6 +442,12 @@ class TorchEngine(BaseEngine):
             if not local.float().square().sum().isfinite():
                 return name
         return None
+
+    def notices(self) -> tuple[str, ...]:
+        self.require_model()
+        lora, head = self.config.model.lora, self.config.model.head
+        sentence = None if lora is None else unembed_notice(self._adapted_model, lora, head)
+        return () if sentence is None else (sentence,)
 
     def lr_scheduler_step(self) -> float:
         return self.schedule.set_update(self.schedule.update + 1)

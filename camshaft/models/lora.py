@@ -14,7 +14,7 @@ in the same order.
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from camshaft.config.engine import LoRAConfig
+from camshaft.config.engine import Head, LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
+from camshaft.models.adapted_head import ADAPTER
 from camshaft.models.packed import SCALAR_HEADS, named_tensors
 from camshaft.plugins import install_command
 from camshaft.storage import read_json_object
 
 GatherFn = Callable[[Tensor], Tensor]
 
-ADAPTER = "default"
-"""PEFT's name for the adapter. Parameter names contain it, names in PEFT's files do not."""
-
 PREFIX = "base_model.model."
 """Prefix of the names in PEFT's files."""
 
 ALL_LINEAR = "all-linear"
+
+ATTENTION, MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "moe", "expert")
+"""Words in the names of modules that belong to the groups `train_attn` and `train_mlp`."""
+
+MLP_LAYERS = ("fc1", "fc2")
+"""Last parts of names of layers of an MLP that has no module of its own."""
 
 FREE_SETTINGS = {
     "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "init_lora_weights", "lora_dropout",
@@ -59,9 +63,9 @@ SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     """Add an adapter to `hf` in place and freeze the other parameters, except a value or reward head.
 
-    The adapter is loaded from `config.adapter_path`. Without a path, it is initialized from `seed` and does not change
-    the model's outputs. On the meta device, the adapter has no values. If `config` or the adapter folder is invalid,
-    `EngineError` is raised and `hf` is unchanged.
+    The adapter is loaded from `config.adapter_path`. Without a path, it is initialized from `config.seed`, by default
+    `seed`, and does not change the model's outputs. On the meta device, the adapter has no values. If `config` or the
+    adapter folder is invalid, `EngineError` is raised and `hf` is unchanged.
     """
     if adapter_layers(hf):
         raise EngineError(f"this {type(hf).__name__} already has an adapter; reload the model to add another one")
@@ -88,7 +92,7 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
             head = hf.get_submodule(name).requires_grad_(True)
             head.to(torch.promote_types(next(head.parameters()).dtype, torch.float32))
     with torch.no_grad():
-        for name, value in (_initial_values(shapes, seed) if stored is None else stored).items():
+        for name, value in (_initial_values(shapes, _seed_of(config, seed)) if stored is None else stored).items():
             parameter = hf.get_parameter(name)
             if not parameter.is_meta:
                 parameter.copy_(value)
@@ -169,7 +173,12 @@ def save_adapter(
         )
     # Other tools expect the last parts of layer names, such as q_proj. Full names are necessary if only some of the
     # layers with the same last part are adapted.
-    needs_full_names = config.exclude_modules or any("." in suffix for suffix in _suffixes(config.target_modules))
+    has_all_groups = config.train_attn and config.train_mlp
+    needs_full_names = (
+        not has_all_groups
+        or config.exclude_modules
+        or any("." in suffix for suffix in _suffixes(config.target_modules))
+    )
     settings = _import_peft().LoraConfig(
         base_model_name_or_path=base_model_path,
         r=config.rank,
@@ -191,7 +200,7 @@ def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tens
     peft = _import_peft()
     with torch.random.fork_rng(devices=[]):
         model = peft.PeftModel.from_pretrained(hf, str(folder))
-    return model, peft.get_peft_model_state_dict(model)
+    return model, peft.get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 # -- selection of layers ------------------------------------------------------------------------------
@@ -200,8 +209,9 @@ def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tens
 def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Return the names of the layers to adapt, in the order of the model.
 
-    Only linear layers of the decoder are adapted. All heads, including the language-model head, are excluded, and so
-    are experts that transformers fuses into one tensor, and layers whose weights a kernel reads (`KERNEL_LAYERS`).
+    Only linear layers of the decoder are adapted, and with `train_unembed` the language-model head. All other heads are
+    excluded, and so are experts that transformers fuses into one tensor, and layers whose weights a kernel reads
+    (`KERNEL_LAYERS`).
     """
     decoder = {id(module) for module in hf.base_model.modules()}
     modules = [(name, module) for name, module in hf.named_modules() if name]
@@ -215,14 +225,55 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
         if not _filter_by_suffix([suffix], [name for name, _ in modules]):
             raise _unmatched_error("exclude_modules", suffix, linear, hf)
     targets = linear if ALL_LINEAR in suffixes else _filter_by_suffix(suffixes, linear)
+    if config.train_unembed and unembed_notice(hf, config, "causal_lm") is None:
+        head = hf.get_output_embeddings()
+        targets = [*targets, *(name for name, module in modules if module is head)]
     excluded = set(_filter_by_suffix(config.exclude_modules, targets))
-    targets = [name for name in targets if name not in excluded]
+    targets = [name for name in targets if name not in excluded and _is_in_groups(name, linear, hf, config)]
     if not targets:
+        groups = "".join(f", lora.{name}={value}" for name, value in config.group_fields().items() if name != "seed")
         raise EngineError(
-            f"lora.target_modules={config.target_modules} and lora.exclude_modules={config.exclude_modules} select no "
-            f"linear layer of {type(hf).__name__}; its linear layers are {', '.join(_last_parts(linear)) or 'none'}"
+            f"lora.target_modules={config.target_modules} and lora.exclude_modules={config.exclude_modules}{groups} "
+            f"select no linear layer of {type(hf).__name__}; its linear layers are "
+            f"{', '.join(_last_parts(linear)) or 'none'}"
         )
     return targets
+
+
+def _is_in_groups(name: str, decoder_layers: Collection[str], hf: PreTrainedModel, config: LoRAConfig) -> bool:
+    """Return True if `train_attn` and `train_mlp` select a layer, or the layer is not one of the decoder.
+
+    Raise `EngineError` if it is in neither group.
+    """
+    if (config.train_attn and config.train_mlp) or name not in decoder_layers:
+        return True
+    if any(word in name.lower() for word in ATTENTION):
+        return config.train_attn
+    if any(word in name.lower() for word in MLP) or name.rpartition(".")[2] in MLP_LAYERS:
+        return config.train_mlp
+    raise EngineError(
+        f"lora.train_attn={config.train_attn} and lora.train_mlp={config.train_mlp} do not say if {name} of "
+        f"{type(hf).__name__} gets an adapter, because it is a layer of neither group; set lora.target_modules or "
+        "lora.exclude_modules, with both groups"
+    )
+
+
+def unembed_notice(hf: PreTrainedModel, config: LoRAConfig, head: Head) -> str | None:
+    """Return why `train_unembed` adapts no head of this model, or None if it does, or is not set."""
+    if not config.train_unembed:
+        return None
+    output, embedding = hf.get_output_embeddings() if head == "causal_lm" else None, hf.get_input_embeddings()
+    if output is None:
+        return (
+            f"train_unembed=True: a model with head={head} has no output head to the vocabulary that could be adapted"
+        )
+    if getattr(output, "weight", None) is getattr(embedding, "weight", ()):
+        return "train_unembed=True: this model ties its embeddings; the head gets no adapter"
+    return None
+
+
+def _seed_of(config: LoRAConfig, seed: int) -> int:
+    return seed if config.seed is None else config.seed
 
 
 def _is_read_by_kernel(hf: PreTrainedModel, name: str) -> bool:

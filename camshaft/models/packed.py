@@ -9,6 +9,7 @@
 """
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple, Self, cast
@@ -33,6 +34,7 @@ from camshaft.config.families.support import (
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
+from camshaft.models.adapted_head import adapted_head, is_adapted
 from camshaft.models.attention import PACKED, config_values, packed_kwargs, reject_unsupported
 from camshaft.models.classes import decoder_name
 from camshaft.models.cpu import replace_norms
@@ -116,11 +118,13 @@ class PackedModule(nn.Module, ABC):
         outputs: Sequence[str],
         temperature: float = 1.0,
         log_q: Tensor | OpaqueTensor | None = None,
+        targets: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
         - "log_probs", "entropy", "sum_pi_squared" and "values" are (M,). They are computed from the hidden state before
           each token, so `at` must not contain the first token of a row.
+        - "target_log_probs" are (M,): the log-probs of `targets[at]` in place of `tokens[at]`; `targets` is (N,) int64.
         - "scores" are (B,), computed from the last token of each row. They do not depend on `at`.
         - "distribution" is (M, V): the log-probs of the whole vocabulary, without gradient.
         - "full_kl" is (M,): KL(p || q) of the model's distribution p. `log_q` (N, V) holds the log-probs of another
@@ -132,15 +136,33 @@ class PackedModule(nn.Module, ABC):
         """
         at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
         self.check_inputs(tokens, packing, at, outputs)
-        split = self.sequence
+        split, apply_head = self.sequence, self.apply_head
+        if targets is not None:
+            apply_head = functools.partial(self._score_targets, targets)
         previous_offsets = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
             hidden = self.hidden_states(tokens, packing, previous_offsets)
-            return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
+            return apply_head(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(previous_offsets, len(tokens))
         hidden = self.hidden_states(*split.pad(tokens, packing), share.offsets)
         local_at = at if self.head == "reward" else at[share.indices]
-        return split.gather_outputs(share, self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q))
+        return split.gather_outputs(share, apply_head(hidden, tokens, local_at, outputs, temperature, log_q))
+
+    def _score_targets(
+        self,
+        targets: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Compute `outputs`; for "target_log_probs", the head is applied with the targets as tokens."""
+        results = self.apply_head(hidden, targets, at, ("log_probs",), temperature, None)
+        results["target_log_probs"] = results.pop("log_probs")
+        others = [name for name in outputs if name != "target_log_probs"]
+        return results | (self.apply_head(hidden, tokens, at, others, temperature, log_q) if others else {})
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         """Raise `EngineError` if arguments of `forward` contradict each other or the head."""
@@ -301,9 +323,12 @@ def head_outputs(output: nn.Module, head: Head, hidden: Tensor, inputs: HeadInpu
     if head != "causal_lm":
         return {default_output(head): _scalar_output(output, hidden)}
     if not isinstance(output, nn.Linear):
+        if is_adapted(output):
+            hidden, weight, bias = adapted_head(output, hidden)
+            return vocabulary_outputs(hidden, inputs, weight, bias, None, vocabulary_size=len(weight))
         raise EngineError(
             f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
-            "that an adapter or a quantizer replaces"
+            "that a quantizer replaces"
         )
     return vocabulary_outputs(hidden, inputs, *_local_rows(output), vocabulary_size=len(output.weight))
 

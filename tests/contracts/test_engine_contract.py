@@ -11,12 +11,12 @@ import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
 from support.optional_engines import OPTIONAL_ENGINES
 
-from camshaft.config.engine import EngineConfig
+from camshaft.config.engine import EngineConfig, LoRAConfig
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.engine.ranks import check_engine_on_ranks
 from camshaft.contracts.engine.suite import RULES, check_engine
 from camshaft.contracts.rules import Rule, Violation, find_problem
-from camshaft.engine import ENGINES, StepHyperparameters, engine_class
+from camshaft.engine import ENGINES, StepContext, StepHyperparameters, engine_class
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
 from camshaft.models.packed import PackedModel
@@ -101,38 +101,48 @@ def test_an_engine_for_one_rank_is_not_checked_on_several(tmp_path: Path) -> Non
     )
 
 
-class WithoutHyperparameters(SingleDeviceEngine):
-    """An engine from the time before hyperparameters of a step."""
+class DeclaresNothing(SingleDeviceEngine):
+    """An engine without the features that capabilities declare one by one."""
 
-    capabilities = dataclasses.replace(SingleDeviceEngine.capabilities, supports_step_hyperparameters=False)
+    capabilities = dataclasses.replace(
+        SingleDeviceEngine.capabilities,
+        supports_lora_groups=False,
+        supports_step_hyperparameters=False,
+        supports_target_log_probs=False,
+    )
 
     def optimizer_step(self) -> float:
         return super().optimizer_step()
 
 
-def test_an_engine_without_hyperparameters_of_a_step_keeps_the_rules(tmp_path: Path) -> None:
-    rules = [BY_NAME[name] for name in ("interface", "hyperparameters of a step", "updates equal adamw")]
-    assert [verdict.problem for verdict in check_engine(WithoutHyperparameters, str(tmp_path), rules)] == [None] * 3
+def test_an_engine_that_declares_no_feature_keeps_the_rules(tmp_path: Path) -> None:
+    names = ("interface", "hyperparameters of a step", "predictions", "free targets", "adapter", "adapter groups")
+    verdicts = check_engine(DeclaresNothing, str(tmp_path), [BY_NAME[name] for name in names])
+    assert [verdict.problem for verdict in verdicts] == [None] * len(names)
 
-    class Claims(WithoutHyperparameters):
+    class Claims(DeclaresNothing):
         capabilities = SingleDeviceEngine.capabilities
 
-    problem = next(check_engine(Claims, str(tmp_path), rules)).problem
+    problem = next(check_engine(Claims, str(tmp_path), [BY_NAME["interface"]])).problem
     assert problem is not None
     assert "hyperparameters" in problem
 
 
-def test_hyperparameters_of_an_engine_that_does_not_declare_them_are_refused(tmp_path: Path) -> None:
+def test_features_that_an_engine_does_not_declare_are_refused(tmp_path: Path) -> None:
     class Undeclared(SingleDeviceEngine):
-        capabilities = WithoutHyperparameters.capabilities
+        capabilities = DeclaresNothing.capabilities
 
     harness = EngineHarness(Undeclared, tmp_path)
     engine = harness.build()
     with engine.train_mode():
+        with pytest.raises(EngineError, match="target_log_probs, but this engine with head=causal_lm supports only"):
+            engine.forward_backward_step(harness.batch, StepContext(outputs=("target_log_probs",)))
         engine.forward_backward_step(harness.batch)
         with pytest.raises(EngineError, match="Undeclared does not support hyperparameters of a step"):
             engine.optimizer_step(StepHyperparameters(0.1, (0.9, 0.95), 1e-12, 0.0))
         assert engine.optimizer_step() > 0
+    with pytest.raises(EngineError, match=r"does not support lora\.train_mlp=False"):
+        harness.build(lora=LoRAConfig(rank=2, train_mlp=False))
 
 
 def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:

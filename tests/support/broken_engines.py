@@ -230,6 +230,54 @@ class ClipsAsConfigured(SingleDeviceEngine):
         return clip_and_step(self.optimizer, self.config.grad_clip)
 
 
+class ScoresTheInput(SingleDeviceEngine):
+    """Return the log-probs of the input as those of the targets."""
+
+    def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if "targets" in batch:
+            batch = batch.with_columns(targets=batch["input_ids"])
+        return _as_ever(self, batch, *args, **kwargs)
+
+
+class AcceptsUnknownTargets(SingleDeviceEngine):
+    """Replace targets that the model does not have."""
+
+    def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if "targets" in batch and batch["targets"].values.ndim == 1:
+            batch = batch.with_columns(targets=batch["targets"].map(lambda ids: ids % self.module.vocabulary_size))
+        return _as_ever(self, batch, *args, **kwargs)
+
+
+class AdaptsAllLayers(SingleDeviceEngine):
+    """Ignore the groups of layers of an adapter."""
+
+    def __init__(self, config: Any):
+        super().__init__(_with_lora(config, train_attn=True, train_mlp=True))
+
+
+class SeedsAdaptersByTheEngine(SingleDeviceEngine):
+    """Ignore the seed of an adapter."""
+
+    def __init__(self, config: Any):
+        super().__init__(_with_lora(config, seed=None))
+
+
+def _with_lora(config: Any, **fields: Any) -> Any:
+    """Return the config with other fields of the adapter, if it has one."""
+    if config.model.lora is None:
+        return config
+    lora = config.model.lora.model_copy(update=fields)
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+
+
+class ForgetsTheTiedHead(SingleDeviceEngine):
+    """Leave out the adapter of a tied head silently."""
+
+    def notices(self) -> tuple[str, ...]:
+        super().notices()
+        return ()
+
+
 class DecaysFrozenWeights(SingleDeviceEngine):
     """Apply weight decay to weights without a gradient."""
 
@@ -629,6 +677,11 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     IgnoresWeightDecay: "updates equal adamw",
     KeepsHyperparameters: "hyperparameters of a step",
     ClipsAsConfigured: "hyperparameters of a step",
+    ScoresTheInput: "free targets",
+    AcceptsUnknownTargets: "free targets",
+    AdaptsAllLayers: "adapter groups",
+    SeedsAdaptersByTheEngine: "adapter groups",
+    ForgetsTheTiedHead: "adapter groups",
     CountsSkippedUpdates: "non finite gradient is skipped",
     MisstatesRanksPerRow: "seat and shards",
     SkipsChecksums: "damaged checkpoints are rejected",

@@ -1,4 +1,4 @@
-"""Rule of the engine contract about LoRA adapters."""
+"""Rules of the engine contract about LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from camshaft.config.engine import LoRAConfig, OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
-from camshaft.contracts.rules import expect
+from camshaft.contracts.rules import expect, expect_error
 from camshaft.engine.base import BaseEngine
 from camshaft.errors import EngineError
 from camshaft.models.lora import save_adapter
@@ -56,6 +56,52 @@ def adapter(harness: EngineHarness) -> None:
     loaded_engine.load_checkpoint(str(harness.folder / "trained"))
     expect_equal(harness.trained_weights(loaded_engine), harness.trained_weights(engine), "a loaded adapter")
     _check_weight_decay(harness, changes, base)
+
+
+def adapter_groups(harness: EngineHarness) -> None:
+    """train_attn, train_mlp and train_unembed of LoRAConfig select the adapted layers, and its seed alone decides the
+    initial adapter. notices names a head that is not adapted, because the model ties its embeddings. An engine without
+    support for these fields rejects each of them by name."""
+    capabilities = harness.engine_class.capabilities
+    if not capabilities.supports_lora:
+        return
+    without_attention, without_mlp = (LORA.model_copy(update={name: False}) for name in ("train_attn", "train_mlp"))
+    with_head, seeded = (LORA.model_copy(update=field) for field in ({"train_unembed": True}, {"seed": 71}))
+    if not capabilities.supports_lora_groups:
+        for config in (without_attention, without_mlp, with_head, seeded):
+            (name,) = config.group_fields()
+            expect_error(lambda config=config: harness.build(lora=config), name, f"the engine accepted lora.{name}")
+        return
+    expect_layers(harness.build(lora=without_attention), {"mlp"})
+    expect_layers(harness.build(lora=without_mlp), {"self_attn"})
+    tied = harness.build(lora=with_head)
+    expect_layers(tied, {"mlp", "self_attn"})
+    sentences = " ".join(tied.notices())
+    expect(
+        "train_unembed" in sentences,
+        f"notices of a model with tied embeddings do not mention train_unembed: {sentences}",
+    )
+    untied: dict[str, Any] = {"override_config": {"tie_word_embeddings": False}, "random_init": True}
+    engine = harness.build(lora=with_head, **untied)
+    expect_layers(engine, {"mlp", "self_attn", "lm_head"})
+    expect(not engine.notices(), f"notices of a model whose head is adapted are {engine.notices()}")
+    before = harness.trained_weights(engine)
+    harness.train(engine, harness.batch)
+    after = harness.trained_weights(engine)
+    unchanged = [name for name, weight in after.items() if "lora_B" in name and torch.equal(weight, before[name])]
+    expect(not unchanged, f"a step did not change {', '.join(unchanged)}")
+    of_seeds = [harness.trained_weights(harness.build(lora=seeded, seed=seed)) for seed in (5, 6)]
+    expect_equal(of_seeds[0], of_seeds[1], "initial adapters of the same lora.seed and different seeds of the engine")
+    others = harness.trained_weights(harness.build(lora=LORA.model_copy(update={"seed": 72})))
+    equal = all(torch.equal(weight, others[name]) for name, weight in of_seeds[0].items())
+    expect(not equal, "initial adapters do not depend on lora.seed")
+
+
+def expect_layers(engine: BaseEngine, expected: set[str]) -> None:
+    """Raise `Violation` unless exactly the layers in modules of these names have adapters."""
+    layers = {name.rpartition(".lora_")[0] for name, _ in engine.named_weights(adapter_only=True)}
+    modules = {part for layer in layers for part in layer.split(".") if part in ("self_attn", "mlp", "lm_head")}
+    expect(modules == expected, f"with {engine.config.model.lora}, the adapted layers are in {sorted(modules)}")
 
 
 def _check_weight_decay(harness: EngineHarness, changes: dict[str, Any], base: dict[str, Tensor]) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor
 from camshaft.config.engine import EngineConfig, EngineModel, Head, OptimConfig
 from camshaft.contracts.engine.oracle import (
     HEAD_CLASSES,
-    LOSS_OUTPUT,
     adapter_gradients,
+    loss_output,
     loss_sums,
     oracle_outputs,
     oracle_step,
@@ -35,6 +35,7 @@ from camshaft.contracts.rules import Violation, expect
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepResult
 from camshaft.engine.context import StepContext
+from camshaft.models.heads import Output, supported_outputs
 from camshaft.models.loader import DTYPES, quiet_transformers
 from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
@@ -127,7 +128,9 @@ class EngineHarness:
         mask = Ragged.from_rows([torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).bool() for p, r in rows])
         advantages = ids.like(torch.randn(len(ids.values), generator=random))
         log_q = ids.like(torch.randn(len(ids.values), VOCABULARY_ROWS, generator=random).log_softmax(dim=1))
-        return DataProto.from_dict({"input_ids": ids, "loss_mask": mask, "advantages": advantages, "log_q": log_q})
+        targets = ids.like(torch.randint(0, 30, (len(ids.values),), generator=random))
+        columns = {"loss_mask": mask, "advantages": advantages, "log_q": log_q, "targets": targets}
+        return DataProto.from_dict({"input_ids": ids, **columns})
 
     def micro_batch_limits(self) -> list[dict[str, Any]]:
         """Return config fields that split the batch by rows, by tokens, and by both."""
@@ -156,6 +159,10 @@ class EngineHarness:
         """Return those of `heads` that the engine class supports."""
         return tuple(head for head in heads if head in self.engine_class.capabilities.heads)
 
+    def outputs(self, head: Head) -> tuple[Output, ...]:
+        """Return the outputs of a head that the engine class supports."""
+        return supported_outputs(head, self.engine_class.capabilities)
+
     def build(self, head: str = "causal_lm", set_loss: bool = True, **changes: Any) -> BaseEngine:
         """Build an engine with its model and, unless it cannot train, the loss of the contract."""
         engine = self.engine_class(self.config(head, **changes))
@@ -175,7 +182,7 @@ class EngineHarness:
         def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
             token_sum, sequence_sum = loss_sums(predictions, data, head)
             loss = token_sum / ctx["num_tokens"] + sequence_sum / ctx["num_sequences"]
-            name = LOSS_OUTPUT[head]
+            name = loss_output(predictions, head)
             if head == "reward":
                 mean = predictions[name].sum() / ctx["num_sequences"]
             else:
@@ -330,7 +337,7 @@ def make_batch() -> DataProto:
 
     The fraction of tokens in `loss_mask` varies between rows, and is zero for one row. One row contains the padding
     token, whose embedding receives no gradient in `transformers`. `log_q` holds the log-probs of a random distribution
-    q over the vocabulary.
+    q over the vocabulary. `targets` are random tokens.
     """
     random = torch.Generator().manual_seed(11)
     lengths = torch.tensor([5, 17, 2, 9, 12, 3, 7, 4])
@@ -343,7 +350,8 @@ def make_batch() -> DataProto:
     mask[ids.row_ids() == 1] = ids.positions()[ids.row_ids() == 1] > 0
     advantages = torch.randn(count, generator=random)
     log_q = torch.randn(count, VOCABULARY_ROWS, generator=random).log_softmax(dim=1)
-    columns = {"loss_mask": mask, "advantages": advantages, "log_q": log_q}
+    targets = torch.randint(0, 30, (count,), generator=random)
+    columns = {"loss_mask": mask, "advantages": advantages, "log_q": log_q, "targets": targets}
     aligned = {name: ids.like(values) for name, values in columns.items()}
     return DataProto.from_dict({"input_ids": ids, **aligned, "uid": list("abcdefgh")})
 

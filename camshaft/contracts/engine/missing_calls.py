@@ -7,7 +7,7 @@ from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.rules import expect_error
 from camshaft.engine.base import BaseEngine
 
-STATELESS = ("check_not_shared", "yields_live_weights", "non_finite_gradient", "overflowing_weight")
+STATELESS = ("check_not_shared", "yields_live_weights", "non_finite_gradient", "overflowing_weight", "notices")
 """Members of `BaseEngine` that answer without a model, unless an engine overrides them."""
 
 

@@ -140,17 +140,29 @@ AttentionMaskInterface.register("explicit", sdpa_mask)
 
 
 def oracle_outputs(model: Any, batch: DataProto, head: str, temperature: float = 1.0) -> dict[str, Ragged | Tensor]:
-    """Return all outputs of a head, aligned like an engine's predictions; `full_kl` only if the batch has `log_q`."""
+    """Return all outputs of a head, aligned like an engine's predictions.
+
+    `full_kl` and `target_log_probs` are computed only if the batch has the column `log_q` or `targets`.
+    """
     rows: dict[str, list[Tensor]] = {}
-    log_q = batch["log_q"].rows() if "log_q" in batch else [None] * len(batch)
-    for ids, mask, log_q_row in zip(batch["input_ids"].rows(), batch["loss_mask"].rows(), log_q, strict=True):
-        for name, value in _row_outputs(model, ids, head, temperature, log_q_row).items():
+    ids_and_masks = zip(batch["input_ids"].rows(), batch["loss_mask"].rows(), strict=True)
+    others = {name: batch.ragged(name).rows() for name in ("log_q", "targets") if name in batch}
+    for number, (ids, mask) in enumerate(ids_and_masks):
+        row = {name: values[number] for name, values in others.items()}
+        for name, value in _row_outputs(model, ids, head, temperature, **row).items():
             row_mask = mask.to(value.device).view(-1, *[1] * (value.ndim - 1))
             rows.setdefault(name, []).append(value if name == "scores" else value * row_mask)
     return {n: torch.stack(v) if n == "scores" else Ragged.from_rows(v, v[0].dtype) for n, v in rows.items()}
 
 
-def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: Tensor | None) -> dict[str, Tensor]:
+def _row_outputs(
+    model: Any,
+    ids: Tensor,
+    head: str,
+    temperature: float,
+    log_q: Tensor | None = None,
+    targets: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Return the outputs for all tokens of one row; the entry of the first token is 0."""
     ids = ids.to(next(model.parameters()).device)
     if head == "reward":
@@ -172,15 +184,23 @@ def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: 
     }
     if log_q is not None:
         outputs["full_kl"] = torch.cat([zero, (logp.exp() * (logp - log_q[1:].to(logp))).sum(-1)])
+    if targets is not None:
+        outputs["target_log_probs"] = torch.cat([zero, logp.gather(-1, targets[1:, None].to(logp.device))[:, 0]])
     return outputs
+
+
+def loss_output(predictions: Mapping[str, Any], head: str) -> str:
+    """Return the name of the prediction that the contract's loss reads."""
+    return "target_log_probs" if "target_log_probs" in predictions else LOSS_OUTPUT[head]
 
 
 def loss_sums(predictions: Mapping[str, Any], batch: DataProto, head: str) -> tuple[Tensor, Tensor]:
     """Return the two terms of the contract's loss before division by the counts: sums over tokens and sequences.
 
-    `batch` has the columns `advantages` and `loss_mask`. The entropy is part of the loss if it is in `predictions`.
+    `batch` has the columns `advantages` and `loss_mask`. The entropy is part of the loss if it is in `predictions`, and
+    log-probs of targets replace those of the input.
     """
-    outputs, advantages = predictions[LOSS_OUTPUT[head]], batch.ragged("advantages")
+    outputs, advantages = predictions[loss_output(predictions, head)], batch.ragged("advantages")
     if head == "reward":
         targets = advantages.values[(advantages.offsets[1:] - 1).to(outputs.device)]  # those of the last tokens
         return outputs.new_zeros(()), 0.5 * ((outputs - targets) ** 2).sum()

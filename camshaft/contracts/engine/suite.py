@@ -10,9 +10,9 @@ oracle (`harness.measure_tolerances`).
 
 A rule is a function that takes an `EngineHarness`. Its docstring states the requirement, and its name appears in
 reports. This file contains the rules about predictions, steps and modes. Rules about checkpoints are in
-`checkpoints.py`, the rule about adapters in `adapters.py`, the one about hyperparameters of a step in
-`hyperparameters.py`, the one about missing calls in `missing_calls.py`, and rules about the exact KL divergence in
-`exact_kl.py`.
+`checkpoints.py`, rules about adapters in `adapters.py`, the one about hyperparameters of a step in
+`hyperparameters.py`, the one about missing calls in `missing_calls.py`, the one about free targets in `targets.py`, and
+rules about the exact KL divergence in `exact_kl.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine import checkpoints
-from camshaft.contracts.engine.adapters import adapter
+from camshaft.contracts.engine.adapters import adapter, adapter_groups
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.hyperparameters import hyperparameters_of_a_step
 from camshaft.contracts.engine.missing_calls import errors_name_the_missing_call
 from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
+from camshaft.contracts.engine.targets import free_targets
 from camshaft.contracts.rules import Rule, Verdict, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine
@@ -67,7 +68,7 @@ def interface(harness: EngineHarness) -> None:
 def predictions(harness: EngineHarness) -> None:
     """Each output of each head equals that of transformers on one row at a time, and is zero outside loss_mask."""
     for head in harness.heads(*OUTPUTS):
-        outputs = tuple(OUTPUTS[head])
+        outputs = harness.outputs(head)
         engine = harness.build(head=head)
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
@@ -300,7 +301,7 @@ def prefix_sharing(harness: EngineHarness) -> None:
         loss, _, gradients = harness.oracle_gradients(engines[0], head, batch)
         for engine, limits in zip(engines, variants, strict=True):
             variant = f"of a {head} engine with {limits}"
-            outputs = harness.infer(engine, StepContext(outputs=tuple(OUTPUTS[head])), batch)
+            outputs = harness.infer(engine, StepContext(outputs=harness.outputs(head)), batch)
             for name, values in outputs.items():
                 expect_close(values, expected[name], harness.tolerance, f"{name} {variant}")
             result = harness.step(engine, batch)
@@ -530,7 +531,7 @@ RULES: tuple[Rule[EngineHarness], ...] = make_rules(
     non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, runs_are_reproducible, seat_and_shards,
     errors_name_the_missing_call, libraries_stay_unpatched, checkpoints.weights_have_hugging_face_names,
     checkpoints.resume_is_bitwise, checkpoints.damaged_checkpoints_are_rejected, checkpoints.retention,
-    checkpoints.remote_copy, adapter, exact_kl, inference_within_a_step,
+    checkpoints.remote_copy, adapter, adapter_groups, exact_kl, inference_within_a_step, free_targets,
 )  # fmt: skip
 
 

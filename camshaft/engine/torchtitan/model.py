@@ -85,10 +85,10 @@ class TitanModel(PackedModule):
         return hidden[0].index_select(0, to_device(rows, tokens.device))
 
     def outputs_of_last_stage(self, hidden: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Return what `forward(*inputs)` returns, from the output `hidden` of the last pipeline stage."""
+        """Return what `forward(*inputs.arguments())` returns, from the output `hidden` of the last pipeline stage."""
         self._last_output = hidden
         try:
-            return self(*inputs)
+            return self(*inputs.arguments())
         finally:
             self._last_output = None
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from camshaft.config.engine import EngineConfig, EngineModel
+from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn
 from camshaft.engine.context import StepContext, call_context
@@ -259,18 +259,18 @@ def test_a_tensor_is_rejected_as_a_batch() -> None:
 )
 def test_a_misspelt_control_key_is_rejected_with_the_nearest_name(key: str) -> None:
     with pytest.raises(EngineError, match=rf"'{key}'\] is not a control key; did you mean '{key[:2]}"):
-        call_context({key: 1}, "causal_lm")
+        call_context({key: 1}, "causal_lm", EngineCapabilities())
 
 
 def test_other_keys_of_a_context_are_kept() -> None:
     keys = {"seen": 3, "temp": 1, "tokens": [2], 7: "a", "my_outputs": 1, "inputs": 2, "sequences": 3, "routings_": 4}
-    assert keys.items() <= call_context(keys, "causal_lm").items()
+    assert keys.items() <= call_context(keys, "causal_lm", EngineCapabilities()).items()
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_a_temperature_that_is_not_positive_is_rejected(bad: float) -> None:
     with pytest.raises(EngineError, match="temperature"):
-        call_context({"temperature": bad}, "causal_lm")
+        call_context({"temperature": bad}, "causal_lm", EngineCapabilities())
 
 
 def test_a_returned_context_can_be_reused() -> None:

@@ -28,6 +28,7 @@ from camshaft.models.lora import (
     disable_adapter,
     merged_weights,
     save_adapter,
+    unembed_notice,
 )
 from camshaft.models.packed import PackedModel
 from camshaft.models.packing import Packing
@@ -94,7 +95,7 @@ def peft_folder(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
     settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM"} | changes
     model = peft.get_peft_model(base_model(family), peft.LoraConfig(**settings))
     randomize_trained(model.get_base_model())
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 
@@ -122,10 +123,26 @@ def test_an_adapter_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     files.rm("/bucket", recursive=True)
 
 
+HEAD: dict[str, Any] = {"train_unembed": True}
+LAYERS_AND_HEAD = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
+    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2", "lm_head"],  # its head has a bias
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_match_peft(family: str, tmp_path: Path):
-    stored, dtype = peft_folder(tmp_path, family), "float64"
-    model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
+    check_log_probs_and_gradients(family, peft_folder(tmp_path, family))
+
+
+@pytest.mark.parametrize("family", LAYERS_AND_HEAD)
+def test_log_probs_and_gradients_of_an_adapted_head_match_peft(family: str, tmp_path: Path):
+    stored = peft_folder(tmp_path, family, target_modules=LAYERS_AND_HEAD[family])
+    check_log_probs_and_gradients(family, stored, **HEAD)
+
+
+def check_log_probs_and_gradients(family: str, stored: Path, dtype: str = "float64", **fields: Any) -> None:
+    model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored), **fields}))
     reference = peft.PeftModel.from_pretrained(base_model(family, dtype), str(stored), is_trainable=True)
     actual, expected = log_probs(model), by_transformers(reference)
     assert (actual - log_probs(load(family, dtype, None))).abs().max() > 0.1
@@ -212,6 +229,43 @@ def test_targets_and_exclusions_are_endings_of_names():
     ]
 
 
+def test_groups_select_layers_of_attention_mlp_and_head():
+    def layers(family: str, **fields: Any) -> set[str]:
+        hf = load(family, lora=LoRAConfig(rank=2, **fields)).hf
+        return {name.removeprefix("model.layers.0.") for name in adapter_layers(hf) if ".1." not in name}
+
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    attention, mlp = {f"self_attn.{name}" for name in attention}, {f"mlp.{name}" for name in mlp}
+    assert layers("llama", train_mlp=False) == attention
+    assert layers("llama", train_attn=False) == mlp
+    assert layers("llama", **HEAD) == attention | mlp | {"lm_head"}
+    assert layers("llama", **HEAD, train_attn=False, train_mlp=False) == {"lm_head"}
+    assert layers("llama", **HEAD, train_attn=False, exclude_modules=("lm_head",)) == mlp
+    assert layers("qwen2", **HEAD) == attention | mlp
+    with pytest.raises(EngineError, match=r"lora\.train_attn=False, lora\.train_mlp=False select no linear layer"):
+        layers("llama", train_attn=False, train_mlp=False)
+
+
+def test_a_head_that_gets_no_adapter_is_named():
+    tied, untied = load("qwen2", lora=None).hf, load("llama", lora=None).hf
+    with_head = LoRAConfig(rank=2, **HEAD)
+    sentence = "train_unembed=True: this model ties its embeddings; the head gets no adapter"
+    assert unembed_notice(tied, with_head, "causal_lm") == sentence
+    assert unembed_notice(untied, with_head, "causal_lm") is None
+    assert unembed_notice(tied, LORA, "causal_lm") is None
+    assert "head=value has no output head" in (unembed_notice(untied, with_head, "value") or "")
+
+
+def test_a_layer_of_no_group_is_an_error():
+    hf = load("llama", lora=None).hf
+    hf.base_model.add_module("mixer", nn.Linear(4, 4))
+    with pytest.raises(
+        EngineError, match=r"lora\.train_attn=True and lora\.train_mlp=False do not say if model.mixer of"
+    ):
+        add_adapter(hf, LoRAConfig(rank=2, train_mlp=False), seed=0)
+    assert not adapter_layers(hf)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -240,8 +294,9 @@ def test_only_adapter_and_value_head_are_trainable():
 
 
 def test_initial_adapters_depend_only_on_the_seed():
-    def begun(seed: int) -> Tensor:
-        model = load_model(EngineModel(path=folder_of(), lora=LORA), "float32", "cpu", seed)
+    def begun(engine_seed: int, seed: int | None = None) -> Tensor:
+        lora = LORA.model_copy(update={"seed": seed})
+        model = load_model(EngineModel(path=folder_of(), lora=lora), "float32", "cpu", engine_seed)
         return torch.cat([tensor.flatten() for _, tensor in adapter_weights(model.hf)])
 
     torch.manual_seed(1)
@@ -251,6 +306,7 @@ def test_initial_adapters_depend_only_on_the_seed():
     torch.manual_seed(2)
     assert torch.equal(first, begun(7))
     assert not torch.equal(first, begun(8))
+    assert torch.equal(first, begun(8, seed=7))
 
 
 def test_a_new_adapter_uses_pefts_initial_range():
@@ -339,9 +395,10 @@ def test_a_model_without_adapter_is_an_error():
 # -- exported weights ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lora", [LORA, LORA.model_copy(update=HEAD)], ids=["layers", "head"])
 @each_family
-def test_merged_weights_give_a_base_model_with_equal_outputs(family: str):
-    model = load(family, "float64")
+def test_merged_weights_give_a_base_model_with_equal_outputs(family: str, lora: LoRAConfig):
+    model = load(family, "float64", lora)
     randomize_trained(model.hf)
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
     merged, bare = dict(merged_weights(model.hf)), base_model(family, "float64")
@@ -386,14 +443,22 @@ def test_weights_inside_disable_adapter_equal_the_base():
 @each_family
 @pytest.mark.parametrize("exclude", [(), ("1.self_attn.q_proj",)])
 def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], tmp_path: Path):
-    config = LoRAConfig(rank=3, alpha=5, exclude_modules=exclude)
+    check_exported_adapter(family, LoRAConfig(rank=3, alpha=5, exclude_modules=exclude), tmp_path)
+
+
+@pytest.mark.parametrize("fields", [HEAD, {"train_mlp": False}, {"train_attn": False}], ids=str)
+def test_peft_reads_an_exported_adapter_of_groups(fields: dict[str, Any], tmp_path: Path):
+    check_exported_adapter("llama", LoRAConfig(rank=3, alpha=5, **fields), tmp_path)
+
+
+def check_exported_adapter(family: str, config: LoRAConfig, tmp_path: Path) -> None:
     model = load(family, lora=config)
     randomize_trained(model.hf)
     save_adapter(adapter_weights(model.hf), tmp_path / "new" / "adapter", config, folder_of(family))
     reference: Any = peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "new" / "adapter"))
     assert adapter_layers(reference.get_base_model()).keys() == adapter_layers(model.hf).keys()
     torch.testing.assert_close(by_transformers(reference), log_probs(model), rtol=0, atol=1e-5)
-    by_peft: Any = peft.get_peft_model_state_dict(reference)
+    by_peft: Any = peft.get_peft_model_state_dict(reference, save_embedding_layers=False)
     exported = dict(adapter_weights(model.hf))
     assert exported.keys() == by_peft.keys()
     assert all(torch.equal(tensor, by_peft[name]) for name, tensor in exported.items())
