@@ -14,7 +14,12 @@ CORRECTION = "algorithm.rollout_correction"
 TRAINER: tuple[Row, ...] = (
     Renamed("model_name_or_path", "model", "folder, or name of a model; the argument `model` of Python"),
     Renamed("processing_class", "data.tokenizer", "default: the tokenizer of the model"),
-    Renamed("reward_funcs", "reward", "file and function, or a list; a reward model is `reward_model.model.path`"),
+    Renamed(
+        "reward_funcs",
+        "reward",
+        "file and function, or a list; a reward model is `reward_model.model.path`. A function with a parameter "
+        "`environments` is called once for each episode, with lists of one",
+    ),
     Renamed("reward_processing_classes", "reward_model.model.input_tokenizer"),
     Renamed("reward_weights", "custom_reward_function.weights", "`reward_model.weight` for a reward model beside them"),
     Renamed("train_dataset", "data", "parquet, JSON lines, JSON, CSV, Arrow, or a folder of `datasets`"),
