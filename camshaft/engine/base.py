@@ -274,6 +274,10 @@ class BaseEngine(ABC):
         """
         return None
 
+    def reset_optimizer(self) -> None:
+        """Discard the state of the optimizer, such as the moments of AdamW, as if no update had been made."""
+        raise EngineError(f"{type(self).__name__} cannot reset its optimizer; load the checkpoint into a new engine")
+
     def overflowing_weight(self) -> str | None:
         """Return the name of a weight on this rank whose sum of squares is not finite in float32, or None.
 

@@ -235,6 +235,9 @@ class TorchEngine(BaseEngine):
         self.require_model()
         return self._skipped_steps
 
+    def reset_optimizer(self) -> None:
+        self.optimizer.state.clear()
+
     # -- modes and devices ------------------------------------------------------------------------
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:

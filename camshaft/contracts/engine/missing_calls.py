@@ -7,7 +7,10 @@ from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.rules import expect_error
 from camshaft.engine.base import BaseEngine
 
-STATELESS = ("check_not_shared", "yields_live_weights", "non_finite_gradient", "overflowing_weight", "notices")
+STATELESS = (
+    *("check_not_shared", "yields_live_weights", "non_finite_gradient", "overflowing_weight", "notices"),
+    "reset_optimizer",
+)
 """Members of `BaseEngine` that answer without a model, unless an engine overrides them."""
 
 
