@@ -1,4 +1,4 @@
-"""HTTP servers for the programs of one user on this machine.
+"""HTTP servers for programs, mostly those of one user on this machine.
 
     class Hello:
         def refuse(self, request): return None if bearer_token(request) == KEY else Reply(403, b"wrong key")
@@ -8,7 +8,9 @@
         server.start()                      # in a thread; or server.serve_forever()
         server.server_port
 
-A server listens on the loopback interface or on a Unix socket. A request has to name this machine in its Host header.
+A server listens on the loopback interface or on a Unix socket. A request has to name this machine in its Host header,
+so that pages of other sites cannot reach the server from a browser. A server with keys may listen on another interface,
+where it has any name.
 The service then permits or refuses it by its headers, before the body is read. The limits bound connections, bodies,
 and the time in which a client sends a request or reads a reply. If there are too many connections, a further one
 replaces the one without a request in progress that has been without a permitted request for the longest time. Requests
@@ -40,6 +42,7 @@ from camshaft.errors import ConfigError
 MAX_FIELDS = 1000
 """Maximum number of parameters in the URL of a request."""
 _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
+LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 2.0
 """Time in which a server accepts a connection to its Unix socket."""
 _BEARER = re.compile(r"^Bearer +(\S+) *$", re.IGNORECASE)
@@ -117,17 +120,23 @@ class LocalServer(ThreadingHTTPServer):
         port: int = 0,
         socket_path: Path | None = None,
         socket_option: str = "socket_path",
+        host: str = LOOPBACK,
     ):
-        """Open the server. `socket_option` is the option of a command that sets `socket_path`, for errors."""
+        """Open the server. `socket_option` is the option of a command that sets `socket_path`, for errors.
+
+        With a `host` other than the loopback address, other machines can connect, so the service must refuse requests
+        without a key.
+        """
         self.service, self.limits, self.socket_path = service, limits, socket_path
         self.request_queue_size = limits.connections
+        self.checks_host = socket_path is None and host in (LOOPBACK, "localhost")
         self._idle: dict[Any, None] = {}
         """Connections without a permitted request in progress, in the order of their last permitted request."""
         self._busy: set[Any] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         if socket_path is None:
-            super().__init__(("127.0.0.1", port), _Handler)
+            super().__init__((host, port), _Handler)
         else:
             self._open_socket(socket_path, socket_option)
 
@@ -261,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self._send(Reply(HTTPStatus.BAD_REQUEST, f"400: {error}\n".encode(), close=True))
             return
-        if self.server.socket_path is None and not _HOST.match(self.headers.get("Host", "")):
+        if self.server.checks_host and not _HOST.match(self.headers.get("Host", "")):
             self._send(Reply(HTTPStatus.FORBIDDEN, b"403: the Host header names another machine\n", close=True))
             return
         service = self.server.service
