@@ -41,6 +41,7 @@ _OTHER_NAMES = {
     "ppo with the same out=FOLDER, which resumes the run": ("resume", "continue"),
     "ppo devices=8 ..., which starts its processes": ("launch", "accelerate", "torchrun"),
     "check-data ...": ("preprocess", "prepare", "tokenize", "check"),
+    "serve model=FOLDER": ("tinker", "server"),
     "doctor": ("info", "env", "version"),
 }
 """Names that people type for a command, by what to write instead."""
@@ -64,6 +65,7 @@ COMMANDS = (
     Command("rm", "train a reward model on preference pairs", "camshaft.cli.supervised:rm"),
     Command("generate", "generate responses to the prompts of a data file", "camshaft.cli.generate:main"),
     Command("eval", "score the responses of a data file", "camshaft.cli.evaluate:main"),
+    Command("serve", "train and sample for programs that use the Tinker API", "camshaft.cli.serve:main"),
     Command("doctor", "check this machine, or what a run needs, before it starts", "camshaft.cli.doctor:main"),
     Command("plan", "forecast the memory of a run before it starts", "camshaft.cli.plan:main"),
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),

@@ -18,6 +18,7 @@
     composition.py      composes config files and overrides, in the syntax of Hydra
     config_files.py     reads config files and their defaults lists
     short_names.py      short names of common keys, and algorithm names that set several keys
+    serve.py            config of `camshaft serve`
     command.py          loads configs from command-line arguments, including sweeps
     checks/             checks that involve several keys: engines and rollouts, models, scoring functions, and notices
                         about keys that nothing reads in a run

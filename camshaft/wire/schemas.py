@@ -1,4 +1,4 @@
-"""JSON bodies of the requests of the Tinker API.
+"""JSON bodies of the requests of the Tinker API, and of two answers.
 
     step, ignored = read(OptimStep, json.loads(body))
     step.adam_params.learning_rate
@@ -182,6 +182,33 @@ class WeightsInfo:
     tinker_path: str
 
 
+# -- answers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Answer to get_info."""
+
+    model_id: str
+    model_data: dict[str, str]
+    is_lora: bool
+    lora_rank: int
+    model_name: str
+    type: str = "get_info"
+
+
+@dataclass(frozen=True)
+class SavedInfo:
+    """Answer to weights_info."""
+
+    base_model: str
+    is_lora: bool
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
 def read(schema: type[T], body: Any, name: str = "") -> tuple[T, list[str]]:
     """Return the body as an instance of the schema, and the names of the fields that the schema does not have.
 
@@ -191,7 +218,7 @@ def read(schema: type[T], body: Any, name: str = "") -> tuple[T, list[str]]:
         raise InvalidBody(f"{name or 'the body'} must be a JSON object, got {_describe(body)}")
     prefix = f"{name}." if name else ""
     hints, values = _type_hints(schema), dict[str, Any]()
-    ignored = [f"{prefix}{key}" for key in body if key not in hints]
+    ignored = [f"{prefix}{key}" for key in body if key not in hints and key != "type"]  # the kind of the body
     for each in fields(schema):  # pyright: ignore[reportArgumentType]
         value = body.get(each.name)
         if value is not None:

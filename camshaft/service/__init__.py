@@ -1,0 +1,26 @@
+"""The server behind `camshaft serve`: training and sampling over the Tinker API, on the engines of this package.
+
+    with RoleProcess(config) as role:
+        service = Service(config, role)
+        with LocalServer(App(service, keys), limits, config.port) as server:
+            service.start()
+            server.serve_forever()
+        service.close()
+
+A request is a command of a model, or a request for samples. Its handler checks it, puts it in a queue, and answers
+with the id of a future. One thread executes the queue on the role (`roles/served.py`), which runs in a process of its
+own; nothing in this package touches an engine or a rollout.
+
+    app.py           routes: HTTP requests, keys, replies
+    codec.py         datums to rows of an engine, and log-probs and samples to messages
+    commands.py      the commands of each model, in the order of their numbers
+    futures.py       results that clients fetch
+    models.py        models of clients, and the execution of their commands
+    sampling.py      versions of weights, samplers, and batches of requests
+    keys.py          API keys
+    checkpoints.py   names, paths and folders of saved weights
+    sessions.py      sessions of clients, which own models and samplers
+    errors.py        errors of requests and of commands
+    process.py       the process of the role, and its restart
+    service.py       what the routes call; it joins the parts above
+"""

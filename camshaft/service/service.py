@@ -1,0 +1,428 @@
+"""The requests of clients, as methods that the routes call.
+
+    service = Service(config, role)
+    service.start()
+    service.create_session("local", body)["session_id"]
+    service.submit_step("local", body)["request_id"]
+    service.close()                                   # saves the models of all sessions
+
+The argument `owner` is the name of the key of the request. Methods of several threads run at the same time, and only
+the thread of the queue calls the role.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from camshaft.config.serve import ServeConfig
+from camshaft.service import codec
+from camshaft.service.checkpoints import Checkpoints, Record
+from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_json, digest_message
+from camshaft.service.errors import CommandError, Refused
+from camshaft.service.futures import Future, Futures, Result
+from camshaft.service.models import Model, ModelFacts, lora_of
+from camshaft.service.process import RoleProcess
+from camshaft.service.sampling import Sampler, Version
+from camshaft.service.sessions import Session, Sessions, check_owner, check_sdk
+from camshaft.wire import schemas
+
+SWEEP_SECONDS = 0.5
+"""Interval at which sessions, gaps and results are checked against their time limits."""
+SILENT_SECONDS = 30.0
+"""Time without a heartbeat, of which the SDK sends one every 10 s, after which a session may make room for another."""
+FINISH_SECONDS = 20.0
+"""Time for which a client that finishes its session waits until its models are saved."""
+MODEL_FIELDS = ("train_attn", "train_mlp", "train_unembed")
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """Sessions, models, samplers and results of a server."""
+
+    def __init__(self, config: ServeConfig, role: RoleProcess):
+        self.config, self.role = config, role
+        self.bases = config.base_models()
+        self.limits = {name: self._limits_of(folder) for name, folder in self.bases.items()}
+        self.queue, self.futures, self.sessions = JobQueue(), Futures(), Sessions()
+        self.checkpoints = Checkpoints(Path(config.folder).absolute())
+        self._base_versions: dict[str, Version] = {}
+        self._saved_versions: dict[str, Version] = {}
+        """Version of each folder of saved weights that has been sampled."""
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, name="sessions", daemon=True)
+
+    def start(self) -> None:
+        self.queue.start()
+        self._sweeper.start()
+
+    def close(self) -> None:
+        """End all sessions, which saves their models, and wait until this is done."""
+        self._is_closed.set()
+        self._sweeper.join()
+        for session in self.sessions:
+            self._end(session)
+        self.queue.close()
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def create_session(self, owner: str, body: schemas.CreateSession) -> dict[str, Any]:
+        """Open a session. The SDK prints its messages, which name all that differs from the hosted service."""
+        warning = check_sdk(body.sdk_version)
+        session = self.sessions.open(owner)
+        logger.info("session %s of key %s, tinker %s", session.identifier, owner, body.sdk_version or "unknown")
+        return {
+            "type": "create_session",
+            "session_id": session.identifier,
+            "info_message": self._deviations(),
+            "warning_message": warning,
+            "error_message": None,
+        }
+
+    def heartbeat(self, owner: str, body: schemas.OfSession) -> dict[str, Any]:
+        self.sessions.find(body.session_id, owner)
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, owner: str, identifier: str) -> dict[str, Any]:
+        """End a session, and wait until its models are saved, if they have steps that are not, and released."""
+        self._end(self.sessions.find(identifier, owner)).wait(FINISH_SECONDS)
+        return {}
+
+    def _deviations(self) -> str:
+        tied = [name for name in self.bases if self._is_tied(name)]
+        sentences = ["camshaft serve trains and samples on this server; links to a console lead to the hosted service."]
+        if tied:
+            sentences.append(f"train_unembed=True: {', '.join(tied)} ties its embeddings; the head gets no adapter.")
+        sentences.append(f"LoRA adapters have lora_alpha={self.config.lora_alpha:g}. ttl_seconds is not applied.")
+        return " ".join(sentences)
+
+    def _is_tied(self, name: str) -> bool:
+        return bool(self.config.settings(self.bases[name]).values.get("tie_word_embeddings", True))
+
+    def _end(self, session: Session) -> Future:
+        """Close a session. Return the future of the last job for it."""
+        end = Future(session.identifier)
+        if not self.sessions.close(session):
+            end.resolve(Result.of_json({}))
+            return end
+        with session.lock:
+            for model in session.models.values():
+                self.queue.put(model.end(Future(session.identifier)))
+            versions = {sampler.version for sampler in session.samplers.values()}
+            versions |= {model.version for model in session.models.values() if model.version is not None}
+        self.queue.put(Job(end, lambda _: [self._forget_versions(versions)]))
+        self.futures.forget(lambda future: future.session == session.identifier)
+        logger.info("session %s has ended", session.identifier)
+        return end
+
+    def _forget_versions(self, versions: set[Version]) -> Result:
+        """Free the weights that no sampler uses any more."""
+        used = {sampler.version for session in self.sessions for sampler in session.samplers.values()}
+        used |= {model.version for session in self.sessions for model in session.models.values() if model.version}
+        for version in versions - used:
+            version.forget()
+        return Result.of_json({})
+
+    def _sweep(self) -> None:
+        while not self._is_closed.wait(SWEEP_SECONDS):
+            now = time.monotonic()
+            for session in self.sessions:
+                if now - session.seen_at > self.config.session_timeout:
+                    logger.warning("session %s sent no heartbeat for %g s", session.identifier, now - session.seen_at)
+                    self._end(session)
+                for model in list(session.models.values()):
+                    model.log.end_gap()
+            self.futures.expire(self.config.result_ttl)
+
+    # -- models -----------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        models = [
+            {"model_name": name, "max_context_length": limits.context, "trainable": True, "sampleable": True}
+            for name, limits in self.limits.items()
+        ]
+        return {"supported_models": models}
+
+    def create_model(self, owner: str, body: schemas.CreateModel) -> dict[str, Any]:
+        session = self.sessions.find(body.session_id, owner)
+        self._check_base(body.base_model)
+        settings = body.lora_config or schemas.LoraSettings(rank=0)
+        self._check_optimizer(body.optimizer_config)
+        if settings.rank < 0:
+            raise Refused(f"lora_config.rank={settings.rank} is negative; 0 trains all weights")
+        seed = self.config.seed + body.model_seq_id if settings.seed is None else settings.seed
+        groups = {name: getattr(settings, name) for name in MODEL_FIELDS}
+        if settings.rank and not any(groups.values()):
+            raise Refused("lora_config trains no group of layers; set train_attn, train_mlp or train_unembed")
+        record = Record(body.base_model, owner, settings.rank, self.config.lora_alpha, seed, **groups)
+        digest = digest_json("create_model", vars(body) | {"lora_config": vars(settings), "optimizer_config": None})
+        return self._open_model(session, body.model_seq_id, record, digest, lambda model, future: model.create(future))
+
+    def _open_model(
+        self,
+        session: Session,
+        number: int,
+        record: Record,
+        digest: bytes,
+        create: Callable[[Model, Future], Job],
+    ) -> dict[str, Any]:
+        """Create a model with a number in its session, unless the same request has done so."""
+        identifier = f"{session.identifier}:train:{number}"
+        with session.lock:
+            future = session.creations.find(number, digest)
+            if future is None:
+                self._make_room()
+                folder = self.bases[record.base_model]
+                facts = ModelFacts(identifier, folder, record, self.limits[record.base_model])
+                log = CommandLog(self.queue, self.config.gap_timeout)
+                model = Model(facts, self.role, log, self.checkpoints)
+                future = self.futures.create(session.identifier)
+                session.models[number] = model
+                session.creations.add(number, digest, future)
+                self.queue.put(create(model, future))
+        return {"request_id": future.identifier, "model_id": identifier}
+
+    def _make_room(self) -> None:
+        """End silent sessions if there are too many models. Raise `Refused` if that is not enough."""
+        sessions = sorted(self.sessions, key=lambda session: session.seen_at)
+        for session in sessions:
+            if self._num_models() < self.config.max_models:
+                return
+            if session.models and time.monotonic() - session.seen_at > SILENT_SECONDS:
+                self._end(session)
+        if self._num_models() >= self.config.max_models:
+            owners = ", ".join(session.identifier for session in sessions if session.models)
+            raise Refused(
+                f"{self._num_models()} models are in training (sessions {owners}), and the server was started with "
+                f"max_models={self.config.max_models}; end one of these programs, or start the server with a larger one"
+            )
+
+    def _num_models(self) -> int:
+        return sum(model.holds_engine for session in self.sessions for model in session.models.values())
+
+    def get_info(self, owner: str, body: schemas.OfModel) -> dict[str, Any]:
+        _, model = self.sessions.of_model(body.model_id, owner)
+        record, folder = model.facts.record, model.facts.folder
+        name = record.base_model
+        architecture = str(self.config.settings(folder).values.get("model_type", "unknown"))
+        tokenizer = str(Path(folder).absolute()) if name == folder and Path(folder).is_dir() else name
+        data = {"arch": architecture, "model_name": name, "tokenizer_id": tokenizer}
+        return asdict(schemas.ModelInfo(body.model_id, data, bool(record.rank), record.rank, name))
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def submit_training(self, owner: str, request: Any) -> dict[str, Any]:
+        """Submit a `ForwardBackwardRequest`."""
+        digest = digest_message("forward_backward", request)
+        return self._submit(
+            owner, request.model_id, request.seq_id, digest, lambda model, future: model.train(future, request)
+        )
+
+    def submit_step(self, owner: str, body: schemas.OptimStep) -> dict[str, Any]:
+        if body.optimizer_params is not None or body.adam_params is None:
+            raise Refused("optim_step: this server has AdamW only; pass AdamParams")
+        settings = body.adam_params
+        digest = digest_json("optim_step", vars(settings))
+        return self._submit(
+            owner, body.model_id, body.seq_id, digest, lambda model, future: model.step(future, settings)
+        )
+
+    def submit_save(self, owner: str, body: schemas.SaveWeights) -> dict[str, Any]:
+        digest = digest_json("save_weights", vars(body))
+        return self._submit(
+            owner,
+            body.model_id,
+            body.seq_id,
+            digest,
+            lambda model, future: model.save(future, body.path, body.overwrite),
+        )
+
+    def submit_load(self, owner: str, body: schemas.LoadWeights) -> dict[str, Any]:
+        """Load weights into a model, or create a model from them."""
+        digest = digest_json("load_weights", vars(body) | {"optimizer_config": None})
+        if body.model_id is not None and body.seq_id is not None:
+            return self._submit(
+                owner,
+                body.model_id,
+                body.seq_id,
+                digest,
+                lambda model, future: model.load(future, body.path, body.optimizer),
+            )
+        if body.session_id is None or body.model_seq_id is None:
+            raise Refused("load_weights requires model_id and seq_id, or session_id and model_seq_id")
+        session = self.sessions.find(body.session_id, owner)
+        self._check_optimizer(body.optimizer_config)
+        try:
+            path, saved = self.checkpoints.read(body.path, owner)
+        except CommandError as error:
+            raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
+        self._check_base(saved.record.base_model)
+        return self._open_model(
+            session,
+            body.model_seq_id,
+            saved.record,
+            digest,
+            lambda model, future: model.create(future, path, body.optimizer),
+        )
+
+    def submit_publish(self, owner: str, body: schemas.SaveWeightsForSampler) -> dict[str, Any]:
+        """Publish weights under a name, or for a sampler of this session. Weights are snapshots of either kind."""
+        session, model = self.sessions.of_model(body.model_id, owner)
+        number = body.sampling_session_seq_id
+        if (body.path is None) == (number is None):
+            raise Refused("save_weights_for_sampler requires either path or sampling_session_seq_id")
+
+        def register(version: Version) -> dict[str, Any]:
+            if number is None:
+                assert version.saved is not None
+                with self._lock:
+                    self._saved_versions[version.saved[0]] = version
+                return {"path": str(version.path), "sampling_session_id": None}
+            sampler = self._add_sampler(session, number, version, model.facts.record.base_model)
+            return {"path": None, "sampling_session_id": sampler.identifier}
+
+        return self._submit(
+            owner,
+            body.model_id,
+            body.seq_id,
+            digest_json("save_weights_for_sampler", vars(body)),
+            lambda model, future: model.publish(future, body.path, body.overwrite, register),
+        )
+
+    def _submit(
+        self,
+        owner: str,
+        model_id: str,
+        number: int,
+        digest: bytes,
+        prepare: Callable[[Model, Future], Command],
+    ) -> dict[str, Any]:
+        """Submit a command of a model, and return the answer to its request."""
+        session, model = self.sessions.of_model(model_id, owner)
+
+        def new_command() -> Command:
+            if self.futures.num_pending(session.identifier) >= self.config.max_futures:
+                raise Refused(
+                    f"{self.config.max_futures} results of this session are pending (max_futures); wait for some of "
+                    "them before the next call"
+                )
+            return prepare(model, self.futures.create(session.identifier))
+
+        future = model.log.submit(number, digest, new_command)
+        return {"request_id": future.identifier, "model_id": model_id}
+
+    def retrieve(self, owner: str, body: schemas.RetrieveFuture, seconds: float) -> Result | None:
+        """Return a result, or None if it is still pending after `seconds`."""
+        future = self.futures.find(body.request_id)
+        if future is None:
+            raise Refused(
+                f"there is no result {body.request_id}: its session has ended, or the server was started again",
+                HTTPStatus.GONE,
+            )
+        check_owner(self.sessions.find(future.session, owner).owner, owner)
+        return future.wait(seconds)
+
+    # -- samplers ---------------------------------------------------------------------------------
+
+    def create_sampling_session(self, owner: str, body: schemas.CreateSamplingSession) -> dict[str, Any]:
+        session = self.sessions.find(body.session_id, owner)
+        if body.model_path is not None:
+            name, version = self._saved_version(body.model_path, owner)
+        elif body.base_model is not None:
+            name, version = body.base_model, self._base_version(body.base_model)
+        else:
+            raise Refused("create_sampling_session requires base_model or model_path")
+        sampler = self._add_sampler(session, body.sampling_session_seq_id, version, name)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.identifier}
+
+    def get_sampler(self, owner: str, identifier: str) -> dict[str, Any]:
+        _, sampler = self.sessions.of_sampler(identifier, owner)
+        path = sampler.version.path
+        return {
+            "sampler_id": identifier,
+            "base_model": sampler.base_model,
+            "model_path": None if path is None else str(path),
+        }
+
+    def weights_info(self, owner: str, body: schemas.WeightsInfo) -> dict[str, Any]:
+        try:
+            record = self.checkpoints.read(body.tinker_path, owner)[1].record
+        except CommandError as error:
+            raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
+        groups = {name: getattr(record, name) for name in MODEL_FIELDS}
+        return asdict(schemas.SavedInfo(record.base_model, bool(record.rank), record.rank, **groups))
+
+    def submit_sample(self, owner: str, body: schemas.Sample) -> dict[str, Any]:
+        """Submit a request for samples. The SDK asserts that it gets one id for each."""
+        session, sampler = self.sessions.of_sampler(body.sampling_session_id, owner)
+        digest = digest_json(
+            "asample", body.__dict__ | {"prompt": str(body.prompt), "sampling_params": vars(body.sampling_params)}
+        )
+        with session.lock:
+            future = sampler.repetitions.find(body.seq_id, digest)
+            if future is None:
+                if self.futures.num_pending(session.identifier) >= self.config.max_futures:
+                    raise Refused("too many samples are pending", HTTPStatus.TOO_MANY_REQUESTS)
+                future = self.futures.create(session.identifier)
+                sampler.repetitions.add(body.seq_id, digest, future)
+                self.queue.put(sampler.job(future, body))
+        samples = [f"{future.identifier}-{row}" for row in range(max(body.num_samples, 0))]
+        return {"request_id": future.identifier, "sample_sequence_ids": samples}
+
+    def _add_sampler(self, session: Session, number: int, version: Version, base_model: str) -> Sampler:
+        """Create the sampler with a number in its session, or return the one that exists."""
+        with session.lock:
+            sampler = session.samplers.get(number)
+            if sampler is None:
+                identifier = f"{session.identifier}:sample:{number}"
+                seed = f"{self.config.seed}/{number}"
+                sampler = Sampler(identifier, version, base_model, self.limits[base_model], seed)
+                session.samplers[number] = sampler
+            elif sampler.version is not version:
+                raise Refused(f"sampler {number} of the session has other weights; use a new sampling_session_seq_id")
+            return sampler
+
+    def _base_version(self, name: str) -> Version:
+        self._check_base(name)
+        with self._lock:
+            if name not in self._base_versions:
+                version = self._base_versions[name] = Version(self.role, self.bases[name])
+                version.is_base = True
+            return self._base_versions[name]
+
+    def _saved_version(self, text: str, owner: str) -> tuple[str, Version]:
+        """Return the base model and the weights of a path. They are read when they are sampled."""
+        try:
+            path, saved = self.checkpoints.read(text, owner)
+        except CommandError as error:
+            raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
+        self._check_base(saved.record.base_model)
+        with self._lock:
+            if (folder := str(saved.folder)) not in self._saved_versions:
+                version = self._saved_versions[folder] = Version(self.role, self.bases[saved.record.base_model])
+                version.path, version.saved = path, (folder, lora_of(saved.record))
+            return saved.record.base_model, self._saved_versions[folder]
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def _limits_of(self, folder: str) -> codec.Limits:
+        vocabulary = self.config.settings(folder).vocabulary_size()
+        return codec.Limits(self.config.max_data, self.config.context_length(folder), vocabulary or 2**31 - 1)
+
+    def _check_base(self, name: str) -> None:
+        if name not in self.bases:
+            raise Refused(
+                f"the base model {name} is not served; this server has {', '.join(self.bases)}. Start it with "
+                f"model=[...,{name}=FOLDER] to add it"
+            )
+
+    @staticmethod
+    def _check_optimizer(settings: schemas.OptimizerSettings | None) -> None:
+        if settings is not None and settings.type not in ("adam", "adamw"):
+            raise Refused(f"optimizer_config.type={settings.type} is not supported; this server has adam (AdamW)")

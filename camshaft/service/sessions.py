@@ -1,0 +1,116 @@
+"""Sessions of clients, which own models and samplers.
+
+A session ends when its client finishes it, or after a time without a heartbeat. There is no request to unload a model:
+a model is released when its session ends.
+"""
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from camshaft.service.commands import Repetitions
+from camshaft.service.errors import Refused
+from camshaft.service.models import Model
+from camshaft.service.sampling import Sampler
+
+TESTED_SDK = ((0, 38), (0, 39))
+"""First version of the SDK that is tested, and first one that is not."""
+FIRST_SDK = (0, 25)
+"""First version of the SDK that sends protobuf."""
+
+
+@dataclass
+class Session:
+    """A client that has been started once."""
+
+    owner: str
+    """Name of its key."""
+    identifier: str = field(default_factory=lambda: secrets.token_hex(8))
+    seen_at: float = field(default_factory=time.monotonic)
+    """Time of the last request (`time.monotonic`)."""
+    models: dict[int, Model] = field(default_factory=dict)
+    """Models by their number in the session."""
+    samplers: dict[int, Sampler] = field(default_factory=dict)
+    """Samplers by their number in the session."""
+    creations: Repetitions = field(default_factory=lambda: Repetitions("model"))
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class Sessions:
+    """Sessions that have not ended."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Session]:
+        with self._lock:
+            return iter(list(self._sessions.values()))
+
+    def open(self, owner: str) -> Session:
+        session = Session(owner)
+        with self._lock:
+            self._sessions[session.identifier] = session
+        return session
+
+    def find(self, identifier: str, owner: str) -> Session:
+        """Return a session. Raise `Refused` if it has ended, or belongs to another key."""
+        with self._lock:
+            session = self._sessions.get(identifier)
+        if session is None:
+            raise Refused(
+                f"the session {identifier} has ended, or the server was started again; create a new ServiceClient",
+                HTTPStatus.GONE,
+            )
+        check_owner(session.owner, owner)
+        session.seen_at = time.monotonic()
+        return session
+
+    def of_model(self, model_id: str, owner: str) -> tuple[Session, Model]:
+        """Return a model and its session."""
+        identifier, _, number = model_id.partition(":train:")
+        session = self.find(identifier, owner)
+        model = session.models.get(int(number)) if number.isdecimal() and len(number) < 10 else None
+        if model is None:
+            raise Refused(f"the session has no model {model_id}; create it first", HTTPStatus.NOT_FOUND)
+        return session, model
+
+    def of_sampler(self, sampler_id: str, owner: str) -> tuple[Session, Sampler]:
+        """Return a sampler and its session."""
+        identifier, _, number = sampler_id.partition(":sample:")
+        session = self.find(identifier, owner)
+        sampler = session.samplers.get(int(number)) if number.isdecimal() and len(number) < 10 else None
+        if sampler is None:
+            raise Refused(f"the session has no sampler {sampler_id}; create it first", HTTPStatus.NOT_FOUND)
+        return session, sampler
+
+    def close(self, session: Session) -> bool:
+        """Forget a session. Return False if it has been closed already."""
+        with self._lock:
+            return self._sessions.pop(session.identifier, None) is not None
+
+
+def check_owner(owner: str, key: str) -> None:
+    """Raise `Refused`, as for an unknown key, if something belongs to another key."""
+    if owner != key:
+        raise Refused("the API key is not valid for this", HTTPStatus.UNAUTHORIZED)
+
+
+def check_sdk(version: str) -> str | None:
+    """Return a warning about an SDK that is not tested. Raise `Refused` for one whose requests cannot be read."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        return None
+    number = (int(match[1]), int(match[2]))
+    if number < FIRST_SDK:
+        raise Refused(
+            f"tinker {version} sends requests as JSON, which this server does not read; install tinker>=0.38,<0.39"
+        )
+    first, end = TESTED_SDK
+    if first <= number < end:
+        return None
+    return f"camshaft serve is tested with tinker>=0.38,<0.39, and this is {version}; see docs/serve.md#newer-sdks"
