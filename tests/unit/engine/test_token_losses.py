@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_warm_ranks
 from support.tiny import tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -112,3 +113,15 @@ def check(actual: dict[str, Any], name: str, count: int) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_equal_the_formula(name: str, count: int, chunks: int) -> None:
     check(measure("reference", model_path(), name, count, chunks), name, count)
+
+
+def measure_rank(path: str, name: str) -> dict[str, Any]:
+    return measure("fsdp", path, name, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ppo", "gspo"))) for name in LOSSES]
+)
+def test_two_ranks_give_the_loss_and_gradients_of_the_formula(name: str) -> None:
+    for actual in run_warm_ranks(measure_rank, 2, model_path(), name):
+        check(actual, name, 64)
