@@ -82,6 +82,10 @@ class FormatError(CheckpointError):
     """A newer version of this package has written a checkpoint. It is not damaged, so a run must not replace it."""
 
 
+class LedgerError(CamshaftError, RuntimeError):
+    """A batch of an asynchronous run was sent, received or learned out of order, or is older than its bound."""
+
+
 class DivergenceError(CamshaftError, RuntimeError):
     """A model has diverged: its gradients or outputs are not finite."""
 

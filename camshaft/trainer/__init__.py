@@ -3,6 +3,7 @@
 ppo.py               PPOTrainer with the training step; read this first
 loop.py              TrainingLoop, which all trainers share, and `run`
 build.py             PPOParts: data, rewards, worker pools and roles of a PPO run
+ledger.py            which batches of an asynchronous run are drawn, sent, received and learned
 advantages.py        scores, rewards, advantages and rollout correction, which are computed on the driver
 scoring.py           builds the reward function and the other sources of scores
 dynamic_sampling.py  samples prompts until enough of them have a learning signal (DAPO)
