@@ -131,11 +131,13 @@ class PendingScores:
     """Reward calls that run in a background thread while other responses are still being generated.
 
     `RewardManager.score` collects the results. `RewardManager.close` cancels calls whose results were not collected.
+    The workers make the calls of one object after those of the earlier ones.
     """
 
-    def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
+    def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool, earlier: "PendingScores | None"):
         self._rows, self._num_missing = rows, len(rows)
         self._job = Job(len(rows), pool.functions, stop_at_failure)
+        self._earlier = None if earlier is None else earlier._done
         self._done = start_thread(partial(self._run, pool), "rewards")
 
     def add(self, first: int, texts: Sequence[str]) -> None:
@@ -159,7 +161,22 @@ class PendingScores:
         self._job.cancel()
         self._done.exception()
 
+    @property
+    def is_done(self) -> bool:
+        return self._done.done()
+
+    def give_way(self) -> None:
+        """Wait until the workers have made the calls. Raise RewardError if responses are missing."""
+        if self._num_missing and not self.is_done:
+            raise RewardError(
+                f"{self._num_missing} of {len(self._rows)} responses of an earlier `begin` are missing, and the "
+                "workers make its calls first; add them, or cancel it, before `score`"
+            )
+        self._done.exception()
+
     def _run(self, pool: WorkerPool) -> None:
+        if self._earlier is not None:
+            self._earlier.exception()  # waits; the run of its calls reports a long wait
         with limit_waits(NO_LIMIT):  # the limit of a generation in the main thread does not apply
             pool.run(self._job)
 
@@ -218,7 +235,8 @@ class RewardManager:
         stop = stop or Stop()
         self._pool = WorkerPool(spec, num_workers, max_concurrency, load_timeout, Output(output), stop, stop_timeout)
         self._pool.check()
-        self._pending: PendingScores | None = None
+        self._pending: list[PendingScores] = []
+        """Those whose calls are not finished, in the order in which the workers make them."""
         self._many_processes = MANY_PROCESSES
         """A larger number of processes is reported. The number then doubles."""
 
@@ -266,15 +284,16 @@ class RewardManager:
                     )
 
     def begin(self, rows: DataProto) -> PendingScores:
-        """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.
+        """Return an object that scores the responses to `rows` as they are added, after those of earlier objects.
 
         `rows` has the columns data_source, ground_truth and optionally extra_info. Batched functions are called when
         all responses are added.
         """
         rows.require("data_source", "ground_truth")
-        self._cancel_pending()
-        self._pending = PendingScores(self._pool, rows, self.on_error == "raise")
-        return self._pending
+        self._pending = [pending for pending in self._pending if not pending.is_done]
+        earlier = self._pending[-1] if self._pending else None
+        self._pending.append(PendingScores(self._pool, rows, self.on_error == "raise", earlier))
+        return self._pending[-1]
 
     def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score each row of `batch`.
@@ -287,7 +306,10 @@ class RewardManager:
         all_tokens = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
         mask = batch.ragged("response_mask") if "response_mask" in batch else all_tokens
         if pending is not None:
-            scores, self._pending = self._collect(pending.wait()), None
+            num_earlier = self._pending.index(pending) if pending in self._pending else 0
+            for earlier in self._pending[:num_earlier]:
+                earlier.give_way()
+            scores = self._collect(pending.wait())
         else:
             texts = decode([row.tolist() for row in responses.rows()])
             if len(texts) != len(responses):
@@ -298,8 +320,12 @@ class RewardManager:
         return RewardResult(**vars(scores), token_level_scores=on_last_token(scores.scores, mask))
 
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
-        """Score texts, one for each row of `batch` (columns data_source, ground_truth, optionally extra_info)."""
-        self._cancel_pending()
+        """Score texts, one for each row of `batch` (columns data_source, ground_truth, optionally extra_info).
+
+        This waits for the calls of objects that `begin` has returned.
+        """
+        for earlier in self._pending:
+            earlier.give_way()
         job = Job(len(batch), self._pool.functions, stop_at_failure=self.on_error == "raise")
         samples = _samples(batch, texts)
         if "env_outcomes" in batch:
@@ -361,15 +387,11 @@ class RewardManager:
         return failures, slow
 
     def close(self) -> None:
-        """Stop the worker processes."""
-        self._cancel_pending()
+        """Cancel calls whose results were not collected, and stop the worker processes."""
+        for pending in self._pending:
+            pending.cancel()
+        self._pending = []
         self._pool.close()
-
-    def _cancel_pending(self) -> None:
-        """Cancel calls whose results were not collected, which frees the workers."""
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
 
     def __enter__(self) -> Self:
         return self

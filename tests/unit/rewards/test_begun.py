@@ -146,10 +146,53 @@ def test_the_next_batch_ignores_answers_of_a_cancelled_one(manager):
     rewards = manager("import time; time.sleep(60 * (solution_str == 'slow'))\nreturn len(solution_str)", timeout=100.0)
     for start in (rewards.begin, lambda batch: rewards.score(batch, decode)):
         texts = ["slow", "slow"]
-        added(rewards.begin(batch_of(texts)), texts, [(0, 2)])
-        start(batch_of(["a"]))
+        added(rewards.begin(batch_of(texts)), texts, [(0, 2)]).cancel()
+        added(start(batch_of(["a"])), ["a"], [(0, 1)]) if start == rewards.begin else start(batch_of(["a"]))
     batch = batch_of(["a", "bc"])
     assert rewards.score(batch, decode, added(rewards.begin(batch), ["a", "bc"], [(0, 2)])).scores.tolist() == [1, 2]
+
+
+def test_batches_that_have_begun_keep_their_calls(manager, tmp_path):
+    rewards = manager(f"open({str(tmp_path)!r} + '/' + solution_str, 'w')\nreturn len(solution_str)", num_workers=2)
+    texts = [["a", "bb"], ["ccc"], ["dddd", "eeeee"]]
+    begun = [added(rewards.begin(batch_of(rows)), rows, [(0, len(rows))]) for rows in texts]
+    assert exists(tmp_path / "eeeee")  # before any result is collected
+    alone = rewards.score(batch_of(["ffffff"]), decode)
+    assert alone.scores.tolist() == [6]
+    for rows, pending in reversed(list(zip(texts, begun, strict=True))):  # in another order
+        assert rewards.score(batch_of(rows), decode, pending).scores.tolist() == [len(row) for row in rows]
+
+
+def test_a_batch_without_its_responses_is_named_instead_of_waited_for(manager):
+    rewards = manager("return 1.0")
+    first = added(rewards.begin(batch_of(list("abc"))), "abc", [(0, 1)])
+    second = added(rewards.begin(batch_of(["d"])), "d", [(0, 1)])
+    for score in (
+        lambda: rewards.score(batch_of(["d"]), decode, second),
+        lambda: rewards.score(batch_of(["e"]), decode),
+    ):
+        with pytest.raises(RewardError, match="2 of 3 responses of an earlier `begin` are missing"):
+            score()
+    first.cancel()
+    assert rewards.score(batch_of(["d"]), decode, second).scores.tolist() == [1.0]
+
+
+def test_a_scored_batch_does_not_wait_for_later_ones(manager):
+    rewards = manager("import time; time.sleep(60 * (solution_str == 'slow'))\nreturn 1.0", timeout=100.0)
+    first = added(rewards.begin(batch_of(["a"])), ["a"], [(0, 1)])
+    first._done.result(60)
+    for _ in range(2):
+        added(rewards.begin(batch_of(["slow"])), ["slow"], [(0, 1)])
+    assert rewards.score(batch_of(["a"]), decode, first).scores.tolist() == [1.0]
+
+
+@pytest.mark.alone
+def test_closing_ends_the_calls_of_all_batches(manager, alive):
+    rewards = manager("import time; time.sleep(600)", timeout=1000.0)
+    for _ in range(3):
+        added(rewards.begin(batch_of(list("ab"))), "ab", [(0, 2)])
+    rewards.close()
+    assert alive() == []
 
 
 @pytest.mark.slow
