@@ -100,6 +100,19 @@ class RoleSpec:
 
 Answers = Iterable[tuple[int, Any]]
 """Pairs of rank and result in the order in which the ranks answer. It can be iterated several times."""
+Listener = Callable[[int, Any], None]
+"""Function that is called with the rank and the result of each answer."""
+
+
+class LateAnswers(ABC):
+    """Answers that arrive after the call was submitted."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[int, Any]]: ...
+
+    @abstractmethod
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with each answer as soon as it is there."""
 
 
 class Pending(Generic[T]):
@@ -121,6 +134,24 @@ class Pending(Generic[T]):
             slot = result_slot(self._mode, self._seats[rank])
             if slot is not None:
                 yield slot, answer
+
+    def listen(self, listener: Callable[[int, T], None]) -> None:
+        """Call `listener` with the index and the value of each part, as `parts` yields them, when it arrives.
+
+        Parts arrive while the driver waits for this call or for any other one. Call this before `result`.
+        """
+        assert self._answers is not None, "listen() was called after result()"
+
+        def on_answer(rank: int, answer: Any) -> None:
+            slot = result_slot(self._mode, self._seats[rank])
+            if slot is not None:
+                listener(slot, answer)
+
+        if isinstance(self._answers, LateAnswers):
+            self._answers.listen(on_answer)
+        else:
+            for rank, answer in self._answers:
+                on_answer(rank, answer)
 
     def result(self) -> T:
         """Wait for the result and return it. Raise the error of the call if it fails."""

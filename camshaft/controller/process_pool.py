@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from camshaft.controller.executor import Failure
-from camshaft.controller.group import Options, Pool, RoleSpec
+from camshaft.controller.group import LateAnswers, Listener, Options, Pool, RoleSpec
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Call, RankInfo, Worker
 from camshaft.errors import WorkerError
@@ -85,7 +85,7 @@ class WorkerProcess(ABC):
         """Wait at most `seconds` for the process to end."""
 
 
-class Request:
+class Request(LateAnswers):
     """A request to some ranks and the answers received so far. Iterating over it waits for the answers."""
 
     def __init__(self, pool: "ProcessPool", role: str, method: str, limit: Limit, ranks: set[int]):
@@ -94,9 +94,13 @@ class Request:
         self.answers: dict[int, Any] = {}
         """Answers by rank, in the order of arrival."""
         self.wait = Wait(str(self), WorkerError, limit)
+        self.listener: Listener | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._pool.answers(self)
+
+    def listen(self, listener: Listener) -> None:
+        self._pool.add_listener(self, listener)
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
@@ -290,6 +294,13 @@ class ProcessPool(Pool):
                 if pool is not self:
                     pool._poll_if_unattended()
 
+    def add_listener(self, request: Request, listener: Listener) -> None:
+        """Call `listener` with the answers that are there, and with each other one in the thread that receives it."""
+        with self._lock:
+            for rank, value in request.answers.items():
+                listener(rank, value)
+            request.listener = listener
+
     def _check_running(self, request: str) -> None:
         if self._end_reason:
             raise WorkerError(f"{request}: its workers have ended ({self._end_reason}); spawn it again")
@@ -322,6 +333,8 @@ class ProcessPool(Pool):
             if not succeeded:
                 self._raise_first(request, {rank: value})
             request.answers[rank] = value
+            if request.listener is not None:
+                request.listener(rank, value)
             answer = self._next_answer(0.0)
         self._check_alive()
         self._check_times()

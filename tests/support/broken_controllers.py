@@ -244,7 +244,7 @@ DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
     EndsOnInvalidCalls: ("wrong batches leave the ranks intact",),
     NoStacks: ("late ranks are reported",),
     IgnoresDeaths: ("deaths between calls are detected",),
-    IgnoresOtherPools: ("deaths end waits for other pools",),
+    IgnoresOtherPools: ("deaths end waits for other pools", "listeners hear parts early"),
     IgnoresShutdown: ("shutdown leaves no process",),
     SurvivesErrors: ("errors leave no process",),
     without_process_group: ("ranks share a process group",),

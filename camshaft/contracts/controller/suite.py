@@ -204,6 +204,25 @@ def parts_arrive_early(harness: ControllerHarness) -> None:
         expect_equal(list(pending.result()["uid"]), uids(0, 8), "uids of the result")
 
 
+def listeners_hear_parts_early(harness: ControllerHarness) -> None:
+    """A listener gets each part when it arrives, while the driver waits for calls of another pool."""
+    with harness.pools(2, 1) as pools:
+        toy, other = (spawn(Toy, pool=pool) for pool in pools)
+        heard: dict[int, list[str]] = {}
+        scaling = submit(toy.scale, eight_rows())
+        scaling.listen(lambda dp_rank, part: heard.update({dp_rank: list(part["uid"])}))
+        for _ in range(20):
+            if len(heard) < 2:
+                other.stall(0, seconds=0.5)
+        expect_equal(heard, {0: uids(0, 4), 1: uids(4, 8)}, "parts that the listener got")
+        expect_equal(list(scaling.result()["uid"]), uids(0, 8), "result")
+        scaling = submit(toy.scale, eight_rows())
+        toy.set_factor(1.0)  # afterwards, the answers are there
+        heard.clear()
+        scaling.listen(lambda dp_rank, part: heard.update({dp_rank: list(part["uid"])}))
+        expect_equal(heard, {0: uids(0, 4), 1: uids(4, 8)}, "parts that had arrived")
+
+
 RULES: tuple[Rule[ControllerHarness], ...] = make_rules(
     rows_keep_their_order,
     modes_choose_ranks,
@@ -219,6 +238,7 @@ RULES: tuple[Rule[ControllerHarness], ...] = make_rules(
     parts_make_the_result,
     parts_follow_seats,
     parts_arrive_early,
+    listeners_hear_parts_early,
     *failures.CHECKS,
 )
 
