@@ -3,6 +3,7 @@
     manager.py    CheckpointManager: saves, lists, copies and removes the checkpoints of a run
     export.py     exports a model or a LoRA adapter as a Hugging Face folder, and verifies it
     best.py       BestStep: selects the best step by a validation metric
+    in_flight.py  batches that are generated and not learned, in the state of the trainer
 
     manager = CheckpointManager("checkpoints/demo")
     manager.save(20, {"actor": actor.save_checkpoint}, state={"loader": loader.state_dict()}, keep={"actor": 3})

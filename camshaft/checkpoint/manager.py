@@ -34,13 +34,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from camshaft import storage
 from camshaft.errors import CheckpointError, FormatError, StorageError
 from camshaft.subprocesses import NO_LIMIT, Limit, limit_waits
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-TRAINER = "trainer"
+TRAINER, STATE = "trainer", "state.json"
+TENSORS = "in_flight.safetensors"
+"""File with the tensors of the trainer, which are batches that are generated and not learned."""
 _MAX_THREADS = 16
 
 Write = Callable[[str, str | None], None]
@@ -99,7 +104,7 @@ class CheckpointManager:
         Args:
             step: Number of the step, which names the folder.
             roles: Function per role that writes its folder.
-            state: State of the trainer as JSON values. It is written last and completes the checkpoint.
+            state: State of the trainer: JSON values, and tensors. It is written last and completes the checkpoint.
             keep: Number of checkpoints to keep per role. None, or a missing role, keeps all.
             exports: Function per role that writes its Hugging Face folder.
             best: Best step so far, whose checkpoint is always kept.
@@ -120,7 +125,7 @@ class CheckpointManager:
         manifests = _checksums(folder, roles)
         facts = {"kind": "trainer", "global_step": step, "roles": list(roles), "manifests": manifests}
         with storage.new_folder(folder / TRAINER, **facts) as work:
-            (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            _write_state(work, state)
         with limit_waits(self._limit):
             if copy is not None:
                 storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
@@ -308,7 +313,7 @@ class CheckpointManager:
         with ThreadPoolExecutor(threads) as pool:
             shares = [(folder / role, (index, threads)) for role in parts.roles for index in range(threads)]
             list(pool.map(lambda share: storage.verify(*share), shares))
-        state = storage.read_state(folder / TRAINER / "state.json")
+        state = _read_state(folder / TRAINER)
         if parts.manifests is None:
             logger.info(
                 "%s was saved by an earlier version, which did not record the checksums of its roles; only their steps "
@@ -361,6 +366,21 @@ class Parts:
             return None
         origin = "another checkpoint" if step in (None, 0, self.step) else f"the checkpoint of step {step}"
         return f"'{role}' belongs to {origin}, and 'trainer' to that of step {self.step}"
+
+
+def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the tensors of a state to `TENSORS`, if there are any, and the other values to `STATE`."""
+    tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
+    values = {name: value for name, value in state.items() if name not in tensors}
+    (folder / STATE).write_text(json.dumps(values), encoding="utf-8")
+    if tensors:
+        save_file(tensors, folder / TENSORS)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """Read what `_write_state` wrote. Its checksums are verified already."""
+    tensors = load_file(folder / TENSORS) if (folder / TENSORS).exists() else {}
+    return {**storage.read_state(folder / STATE), **tensors}
 
 
 def _checksums(checkpoint: Path, roles: Iterable[str]) -> dict[str, str]:

@@ -36,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
         for config in runs:
             from camshaft.planning.memory_error import explain_memory_errors
             from camshaft.planning.micro_batches import fit_micro_batches, limits_as_overrides
+            from camshaft.trainer import ppo_trainer
             from camshaft.trainer.loop import run
-            from camshaft.trainer.ppo import PPOTrainer
 
             fitted = fit_micro_batches(config)
             with explain_memory_errors(fitted, [*argv, *limits_as_overrides(fitted)]):
-                status = max(status, run(fitted, PPOTrainer.open))
+                status = max(status, run(fitted, ppo_trainer(fitted).open))
             if status > ENDED_BY_SIGNAL:
                 break
     return status

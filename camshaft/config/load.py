@@ -26,6 +26,8 @@ from camshaft.config.auto.rules import choose
 from camshaft.config.checks import check
 from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices
+from camshaft.config.checks.placement import HYBRID
+from camshaft.config.checks.staleness import STALENESS, find_staleness_notices
 from camshaft.config.composition import compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
@@ -108,7 +110,8 @@ def from_container(
     tree, renaming_problems = rename_aliases(translation.tree, defaults, user_keys, leaves)
     problems = [*translation.problems, *renaming_problems]
     changes = changed_keys(merge(defaults, tree), schema) | set(set_keys or ()) | translation.keys
-    for key, value in expand_recipe(tree, {*changes, *user_keys, *file_keys}).items():
+    is_set = {*changes, *user_keys, *file_keys}
+    for key, value in {**expand_recipe(tree, is_set), **implied(tree, schema, is_set)}.items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
@@ -127,9 +130,19 @@ def from_container(
     if problems:
         raise ConfigError(format_problems(problems, short_names(schema)))
     notices = (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes))
+    if isinstance(config, PPOConfig):
+        notices += tuple(find_staleness_notices(config))
     for notice in (*translation.notices, *notices):
         logger.warning("config: %s", notice)
     return config
+
+
+def implied(tree: Mapping[str, Any], schema: type[Section], is_set: Collection[str]) -> dict[str, Any]:
+    """Return the keys that others imply: on stale batches, the rollout has devices of its own, unless it is set."""
+    if schema is not PPOConfig or HYBRID in is_set or not has_key(tree, STALENESS):
+        return {}
+    staleness = get(tree, STALENESS)
+    return {HYBRID: False} if isinstance(staleness, int) and staleness > 0 else {}
 
 
 def load_part(schema: type[Config], overrides: Sequence[str]) -> Config:
@@ -365,6 +378,11 @@ NOT_IMPLEMENTED = (
         ("actor_rollout_ref.rollout.multi_turn.history", "rollout.multi_turn.history"),
         "template",
         "rewritten histories, which make one episode several rows, are not implemented. Set {key}=append.",
+    ),
+    NotImplementedValue(
+        ("async_training.mode",),
+        "stream",
+        "single rows that overlap, and go on with newer weights, are not implemented yet. Set {key}=pipeline.",
     ),
 )
 

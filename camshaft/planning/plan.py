@@ -201,8 +201,9 @@ def _notes(config: Config) -> Iterator[str]:
             "need more (docs/plan.md)"
         )
     if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
-        size = _size(model_size(rollout_engine(config)).weights)
-        yield f"sync: the weights for the rollout need {size} more in host memory of the actor"
+        snapshots = config.async_training.max_staleness + 1
+        size = _size(snapshots * model_size(rollout_engine(config)).weights)
+        yield f"sync: the weights for the rollout need {size} more in host memory of the actor ({snapshots} x weights)"
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
     if (length := next((choice for choice in config.choices() if choice.reason == ASSUMED), None)) is not None:

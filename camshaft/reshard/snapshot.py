@@ -7,13 +7,14 @@
     sync = receive(publisher.portable(), rollout)                         # on other machines
 
 `publish` writes all weights once, in the dtypes of the rollout, and returns. The engine can then train: a snapshot does
-not change until the next `publish`. The sender computes digests of the weights while it writes them, and `receive`
-compares them with those that the rollout computes after it has loaded the weights. A snapshot that was overwritten
-while it was read, or that holds weights of another version, is thereby an error. On other machines, the caller
-transfers the bytes of a portable snapshot.
+not change until `publish` has been called as many times as there are `snapshots`, by default once. The sender computes
+digests of the weights while it writes them, and `receive` compares them with those that the rollout computes after it
+has loaded the weights. A snapshot that was overwritten while it was read, or that holds weights of another version, is
+thereby an error. On other machines, the caller transfers the bytes of a portable snapshot.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,13 +65,16 @@ class Snapshot:
 class Publisher:
     """Writes the weights of an engine to host memory. Every rank of the engine has one."""
 
-    def __init__(self, engine: BaseEngine, writes: bool):
-        """Set `writes` on one rank of each machine whose processes read the weights, and on rank 0."""
-        self.engine, self.writes = engine, writes
+    def __init__(self, engine: BaseEngine, writes: bool, snapshots: int = 1):
+        """Set `writes` on one rank of each machine whose processes read the weights, and on rank 0.
+
+        Each publication overwrites the oldest of `snapshots`, whose readers must have finished.
+        """
+        self.engine, self.writes, self.snapshots = engine, writes, snapshots
         self.dtypes: Mapping[str, torch.dtype] = {}
         """Dtype in which each weight is written, by name."""
-        self._memory: HostMemory | None = None
-        self._segments: list[Tensor] = []
+        self._memories: deque[SnapshotMemory] = deque()
+        """Memories of the snapshots, the one of the last publication at the end."""
         self._published: Snapshot | None = None
 
     def source_dtypes(self) -> dict[str, torch.dtype]:
@@ -93,11 +97,12 @@ class Publisher:
                 for _ in weights:
                     pass
                 return None
-            sync = Sync(version)
-            buckets = list(self._write(sync.record(weights)))
-        assert self._memory is not None
+            sync, is_full = Sync(version), len(self._memories) == self.snapshots
+            memory = self._memories.popleft() if is_full else SnapshotMemory()
+            self._memories.append(memory)
+            buckets = list(memory.write(sync.record(weights)))
         self._published = Snapshot(
-            version, machine_id(), self._memory.handle(), buckets, sync.digests, sync.bytes, sync.check_seconds
+            version, machine_id(), memory.handle(), buckets, sync.digests, sync.bytes, sync.check_seconds
         )
         return self._published
 
@@ -107,15 +112,23 @@ class Publisher:
         used = SEGMENT * (len(self._published.buckets) - 1) + self._published.buckets[-1].num_bytes
         return replace(self._published, content=open_memory(self._published.memory)[:used].numpy())
 
-    def _write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
+
+class SnapshotMemory:
+    """Host memory of a snapshot, which grows while the first one is written to it."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+        self.segments = [self._memory.extend(SEGMENT)]
+
+    def handle(self) -> dict[str, Any]:
+        return self._memory.handle()
+
+    def write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """Write one bucket after the other, each to a segment of its own."""
-        if self._memory is None:
-            self._memory = HostMemory()
-            self._segments.append(self._memory.extend(SEGMENT))
-        for number, bucket in enumerate(pack_buckets(weights, self._segments)):
+        for number, bucket in enumerate(pack_buckets(weights, self.segments)):
             yield bucket
-            if number + 1 == len(self._segments):  # before the packer selects the next segment
-                self._segments.append(self._memory.extend(SEGMENT))
+            if number + 1 == len(self.segments):  # before the packer selects the next segment
+                self.segments.append(self._memory.extend(SEGMENT))
 
 
 def receive(snapshot: Snapshot, rollout: BaseRollout) -> Sync:

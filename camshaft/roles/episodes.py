@@ -73,7 +73,8 @@ class EpisodesWorker(RolloutWorker):
         """Play one episode for each row with the sampling parameters of training or validation, or greedily."""
         with self._awake() as sync_metrics:
             played = self.player.play(self.rollout, prompts, self.params[validate, greedy])
-        return played.with_meta(metrics=played.meta_info["metrics"] | sync_metrics)
+        played = played.with_meta(metrics=played.meta_info["metrics"] | sync_metrics)
+        return self.with_versions(played) if self.may_be_stale and not validate else played
 
 
 @dataclass

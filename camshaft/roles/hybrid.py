@@ -47,7 +47,8 @@ class ActorRolloutRefWorker(Worker):
         elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
-        self.publisher = Publisher(self.actor.engine, writes=self.rank_info.rank == 0)
+        snapshots = config.async_training.max_staleness + 1
+        self.publisher = Publisher(self.actor.engine, self.rank_info.rank == 0, snapshots)
         self._rollout: RolloutWorker | None = None
         if config.actor_rollout_ref.hybrid_engine:
             self._rollout = self.rollout_role(config)(config, self.actor.engine)

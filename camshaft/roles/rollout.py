@@ -9,7 +9,8 @@
 
 Without `sync_weights`, `generate_sequences` syncs the weights itself and then puts the rollout to sleep. It reads the
 columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`, `response_mask`, `rollout_log_probs` and
-`finished`, and with `enable_return_routed_experts` also `routed_experts`.
+`finished`, with `enable_return_routed_experts` also `routed_experts`, and with `async_training.max_staleness` also
+`policy_versions`.
 """
 
 import contextlib
@@ -52,6 +53,11 @@ class RolloutWorker(Worker):
         self.config, self.engine = config, engine
         self.params = {key: SamplingParams(**sampling(config, *key)) for key in product((False, True), repeat=2)}
         """Sampling parameters for each (validate, greedy)."""
+        self.may_be_stale = config.async_training.max_staleness > 0
+        self._batch_end = self._call_end = time.perf_counter()
+        """Ends of the last batch and of the last call of a rollout without an engine."""
+        self._idle_seconds = 0.0
+        """Time between its calls since the last batch."""
 
     @property
     def seat(self) -> Seat:
@@ -94,7 +100,8 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def receive_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Load and verify the weights that the actor has published. Return the metrics of the sync on this rank."""
-        sync = receive(snapshot, self.rollout)
+        with self._busy():
+            sync = receive(snapshot, self.rollout)
         return sync.metrics() | {"rollout/weights_version": float(self.rollout.version)}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -111,13 +118,34 @@ class RolloutWorker(Worker):
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
         if validate or greedy:  # the actor does not read these rows
             out = replace(out, routed_experts=None)
-        return DataProto.from_dict(generation_columns(out), {"metrics": metrics})
+        generated = DataProto.from_dict(generation_columns(out), {"metrics": metrics})
+        return self.with_versions(generated) if self.may_be_stale and not validate else generated
+
+    def with_versions(self, generated: DataProto) -> DataProto:
+        """Add the column `policy_versions`, and the time without calls."""
+        responses, version = generated.ragged("responses"), self.rollout.version
+        versions = responses.map(lambda ids: torch.full_like(ids, version, dtype=torch.int32))
+        now, idle = time.perf_counter(), self._idle_seconds
+        share, self._batch_end, self._idle_seconds = idle / (now - self._batch_end), now, 0.0
+        metrics = {"async/generator_idle": idle, "async/generator_idle_share": share}
+        metrics |= generated.meta_info["metrics"]
+        return generated.with_columns(policy_versions=versions).with_meta(metrics=metrics)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Measure the time between calls."""
+        self._idle_seconds += time.perf_counter() - self._call_end
+        try:
+            yield
+        finally:
+            self._call_end = time.perf_counter()
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[dict[str, float]]:
         """Yield with the rollout awake, and the metrics of a sync if `sync_weights` has not been called before."""
         if self.engine is None:
-            yield {}
+            with self._busy():
+                yield {}
         elif is_entered(self.rollout):
             with asleep_after_error(self.rollout):
                 yield {}

@@ -289,7 +289,7 @@ def _status(config: Config, launch: Launch) -> int:
         from camshaft.agents.callables import pickle_agent, pickle_environments, pickle_tools
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
-        from camshaft.trainer.ppo import PPOTrainer
+        from camshaft.trainer import ppo_trainer
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         environments = () if launch.environment is None else pickle_environments(launch.environment)
@@ -299,7 +299,7 @@ def _status(config: Config, launch: Launch) -> int:
         arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):
             extensions = Extensions(reward, environments, launch.on_step, from_python=True)
-            return run(config, PPOTrainer.open, extensions)
+            return run(config, ppo_trainer(config).open, extensions)
     from camshaft.trainer.supervised import RMTrainer, SFTTrainer
 
     extensions = Extensions(on_step=launch.on_step, from_python=True)

@@ -146,6 +146,19 @@ rollout/http_retries | requests | rollout/server/rollout.py | HTTP requests that
 rollout/sync_bytes | bytes | reshard/hybrid.py | Size of the weights that were sent in the weight sync.
 rollout/weights_version | steps | roles/rollout.py |
     Number of training steps of the weights that a rollout on devices of its own holds.
+# asynchronous training
+async/staleness_{mean,max} | versions | trainer/metrics.py |
+    Version that the step trains, minus the oldest version among the weights that sampled the tokens of a response.
+async/age_<age>_share | fraction of tokens | trainer/metrics.py |
+    Response tokens that were sampled by weights which are this many versions old.
+async/batches_in_flight | batches | trainer/ledger.py |
+    Batches that are sent to the rollout and not learned, besides that of the step.
+async/trainer_wait | seconds | trainer/async_ppo.py | Time for which the step waited for its responses.
+async/trainer_wait_share | fraction of time | trainer/async_ppo.py |
+    The same, relative to the time since the previous step got its responses.
+async/generator_idle | seconds | roles/rollout.py |
+    Time for which the rollout had nothing to do since its previous batch. Mean over ranks.
+async/generator_idle_share | fraction of time | roles/rollout.py | The same, relative to the time since that batch.
 # episodes with environments or programs
 agent/turns | answers | rewards/environments.py | Mean number of answers in an episode.
 agent/stop/{done,turns,length,prompt,timeout,error} | fraction of episodes | rewards/environments.py |
@@ -326,7 +339,8 @@ narrow, the last words are omitted."""
 LEGEND = """\
 `{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
 function returns, `<function>` is the name of one of several reward functions, `<rule>` is a value of `rollout_rs`,
-`<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` are the powers of 2 below n, and n.
+`<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, `<k>` are the powers of 2 below n, and n, and `<age>` is a number of
+versions.
 """
 
 _PLACEHOLDERS = {
@@ -336,6 +350,7 @@ _PLACEHOLDERS = {
     "rule": "(token|seq_(sum|mean|max))_k[123]",
     "n": r"\d+",
     "k": r"\d+",
+    "age": r"\d+",
 }
 
 

@@ -1,6 +1,7 @@
 """Trainers for PPO, supervised fine-tuning and reward models.
 
 ppo.py               PPOTrainer with the training step; read this first
+async_ppo.py         AsyncPPOTrainer, which generates batches while earlier ones are learned
 loop.py              TrainingLoop, which all trainers share, and `run`
 build.py             PPOParts: data, rewards, worker pools and roles of a PPO run
 ledger.py            which batches of an asynchronous run are drawn, sent, received and learned
@@ -22,3 +23,20 @@ resume.py            checks and log messages for runs that resume
 main_ppo.py          `python -m camshaft.trainer.main_ppo`, equivalent to `camshaft ppo`
 main_sft.py          `python -m camshaft.trainer.main_sft`, equivalent to `camshaft sft`
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from camshaft.config import PPOConfig
+    from camshaft.trainer.ppo import PPOTrainer
+
+
+def ppo_trainer(config: "PPOConfig") -> "type[PPOTrainer]":
+    """Return the class that trains with a config: that of a pipeline if batches may be stale."""
+    if config.async_training.max_staleness:
+        from camshaft.trainer.async_ppo import AsyncPPOTrainer
+
+        return AsyncPPOTrainer
+    from camshaft.trainer.ppo import PPOTrainer
+
+    return PPOTrainer

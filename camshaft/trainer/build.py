@@ -10,8 +10,10 @@ block exits, all worker processes are ended.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             role_of = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)
             rollout_class: type[RolloutWorker] = role_of(config)
             self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
-            self.snapshot_sync = SnapshotSync(self.actor, self.rollout, topology.world_size)
+            snapshots = self.config.async_training.max_staleness + 1
+            self.snapshot_sync = SnapshotSync(self.actor, self.rollout, topology.world_size, snapshots)
             self._generate, self._options = self.rollout.generate_sequences, {}
         if self.environments is not None:
             player: Any = self.actor if self.rollout is None else self.rollout
@@ -273,12 +276,15 @@ class SnapshotSync:
     Each machine that both have has a snapshot in host memory. To the ranks on other machines, the driver sends bytes.
     """
 
-    def __init__(self, actor: ActorRolloutRefWorker, rollout: RolloutWorker, actor_ranks: int):
-        self._actor, self._rollout, self._actor_ranks = actor, rollout, actor_ranks
+    def __init__(self, actor: ActorRolloutRefWorker, rollout: RolloutWorker, actor_ranks: int, snapshots: int = 1):
+        """Set `snapshots` to the number of snapshots that the actor keeps in host memory."""
+        self._actor, self._rollout, self._actor_ranks, self._snapshots = actor, rollout, actor_ranks, snapshots
         self._machines: list[str] = []
         """Machine of each rank of the rollout."""
         self._version: int | None = None
-        """Version of the weights that the rollout has."""
+        """Version of the last weights that were sent to the rollout."""
+        self._receipts: deque[Pending[Any]] = deque()
+        """Calls that load the snapshots in host memory, the oldest first."""
 
     def send(self, version: int) -> dict[str, float]:
         """Wait until the rollout has the weights of the actor, which are `version`, and return the metrics.
@@ -287,12 +293,22 @@ class SnapshotSync:
         """
         if version == self._version:
             return {"rollout/weights_version": float(version)}
-        self._version = None
-        metrics = self._send(version)
-        self._version = version
-        return metrics
+        return merge_ranks(self.start(version).result())
 
-    def _send(self, version: int) -> dict[str, float]:
+    def start(self, version: int) -> Pending[Any]:
+        """Publish the weights of the actor, which are `version`, and return the call with which the rollout loads them.
+
+        The rollout loads them after the calls that were submitted before. This waits only if all snapshots are in
+        use, until the oldest one is loaded, because the actor overwrites it.
+        """
+        if version != self._version:
+            if len(self._receipts) == self._snapshots:
+                self._receipts.popleft().result()
+            self._receipts.append(self._send(version))
+            self._version = version
+        return self._receipts[-1]
+
+    def _send(self, version: int) -> Pending[Any]:
         if not self._machines:
             dtypes = self._rollout.sync_dtypes(self._actor.weight_dtypes())
             self._machines = list(self._rollout.machine())
@@ -304,7 +320,7 @@ class SnapshotSync:
             portable = self._actor.portable_snapshot()
             snapshots |= {machine: portable for machine in self._machines if machine not in snapshots}
         receive: Any = self._rollout.receive_weights
-        return merge_ranks(receive([snapshots[machine] for machine in self._machines]))
+        return submit(receive, [snapshots[machine] for machine in self._machines])
 
 
 @dataclass(frozen=True)
@@ -321,10 +337,25 @@ class StartedGeneration:
         scoring = self.parts.rewards.begin(self.batch)
         if scoring is not None:
             for dp_rank, shard in self.pending.parts():
-                first_row = dp_rank * len(shard)
-                responses = shard.ragged("responses").rows()[: max(0, len(self.batch) - first_row)]
-                scoring.add(first_row, self.parts.decode([row.tolist() for row in responses]))
-        return self.pending.result().unpad(self.num_padding_rows), scoring
+                self._score(scoring, dp_rank, shard)
+        return self.responses(), scoring
+
+    def begin_scoring(self) -> PendingScores | None:
+        """Start the reward calls for the responses of a rank when they arrive, while the driver waits for any call."""
+        scoring = self.parts.rewards.begin(self.batch)
+        if scoring is not None:
+            self.pending.listen(partial(self._score, scoring))
+        return scoring
+
+    def responses(self) -> DataProto:
+        """Wait for the responses and return them."""
+        return self.pending.result().unpad(self.num_padding_rows)
+
+    def _score(self, scoring: PendingScores, dp_rank: int, shard: DataProto) -> None:
+        """Start the reward calls for the rows of a rank, without those that pad the batch."""
+        first_row = dp_rank * len(shard)
+        responses = shard.ragged("responses").rows()[: max(0, len(self.batch) - first_row)]
+        scoring.add(first_row, self.parts.decode([row.tolist() for row in responses]))
 
 
 def role_classes(config: PPOConfig) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:

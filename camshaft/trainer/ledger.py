@@ -108,13 +108,18 @@ class Ledger:
         self.last_learned = step
         return {"async/batches_in_flight": float(len(self._under_way))}
 
+    def withdraw(self) -> None:
+        """Forget the batches under way, which will be sent again."""
+        self._under_way.clear()
+        self._received.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the last step that is learned, and the batches under way. The state contains JSON values."""
         return {"learned": self.last_learned, "under_way": [asdict(batch) for batch in self._under_way.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: another `max_staleness` applies to batches that are sent from now on."""
-        self.last_learned = int(state["learned"])
-        batches = [Batch.from_state(batch) for batch in state["under_way"]]
+        self.last_learned = int(state.get("learned", 0))
+        batches = [Batch.from_state(batch) for batch in state.get("under_way", ())]
         self._under_way = {batch.step: batch for batch in batches}
         self._received &= self._under_way.keys()

@@ -72,6 +72,8 @@ RANK_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "agent/other_rows": sum,
     "agent/prompt_tokens_recomputed": sum,
     "perf/sync_peak_memory_bytes": max,
+    "async/generator_idle": mean,
+    "async/generator_idle_share": mean,
     "timing_s/sync": max,
     "timing_s/sync_check": max,
     "perf/rollout_tokens_per_second": sum,
@@ -181,6 +183,20 @@ def mismatch(batch: DataProto) -> dict[str, float]:
         routing = batch["routing_mismatch"].values[mask]
         metrics |= {"routing_mismatch": routing.mean(), "routing_mismatch_tokens": (routing > 0).float().mean()}
     return {f"rollout/{name}": float(value) for name, value in metrics.items()}
+
+
+def staleness(batch: DataProto, version: int) -> dict[str, float]:
+    """Compute by how many versions the rows and tokens of a batch are older than the weights that it trains.
+
+    The staleness of a row is that of its oldest token.
+    """
+    ages = batch.ragged("policy_versions").map(lambda versions: version - versions)
+    rows = torch.stack([row.max() for row in ages.rows() if len(row)]).float()
+    sampled = ages.values[batch["response_mask"].values]
+    metrics = {"async/staleness_mean": float(rows.mean()), "async/staleness_max": float(rows.max())}
+    return metrics | {
+        f"async/age_{age}_share": float((sampled == age).float().mean()) for age in sampled.unique().tolist()
+    }
 
 
 def off_policy(batch: DataProto) -> dict[str, float]:

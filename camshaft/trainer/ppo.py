@@ -52,7 +52,7 @@ from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, sa
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
-    *("score_parts", "score_failure", "sum_pi_squared"),
+    *("score_parts", "score_failure", "sum_pi_squared", "policy_versions"),
     *("env_scores", "env_failure", "stop_reason", "transcript", "answer_options", "turns"),
     "env_outcomes",
 )
@@ -219,11 +219,15 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         """
         self._sync(metrics)
         with metrics.phase("gen"):
-            rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
-            seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
-            batch = rows.with_columns(sampling_seed=seeds)
+            batch = self.rows_to_generate(prompts, self.global_step, first_row)
             generated, scoring = self.parts.start_generation(batch).result()
             return metrics.union(batch.drop(*self.parts.replaced), generated), scoring
+
+    def rows_to_generate(self, prompts: DataProto, step: int, first_row: int = 0) -> DataProto:
+        """Return `rollout.n` rows for each prompt, with the seeds of a step from row `first_row` on."""
+        rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
+        seeds = sampling_seeds(self.config.trainer.seed, step, len(rows), first_row)
+        return rows.with_columns(sampling_seed=seeds)
 
     def _sync(self, metrics: StepMetrics) -> None:
         """Send the weights to the rollout, unless it is awake since an earlier generation of the step."""

@@ -263,6 +263,11 @@ def _mismatch(run: RunFolder, now: float) -> str | None:
     share, gap = _recent(run, "rollout/effective_sample_share"), _recent(run, "rollout/log_prob_diff_mean")
     if share is None or share >= MIN_EFFECTIVE:
         return None
+    if staleness := _recent(run, "async/staleness_max"):
+        return (
+            f"The responses are from weights that are up to {format_number(staleness)} versions old, and only "
+            f"{share:.0%} of them are effective for the current ones. Lower max_staleness or the learning rate."
+        )
     return (
         f"The log-probs of trainer and generator differ by {format_number(gap or 0)} per token, and only {share:.0%} "
         "of the samples are effective. The generator may have other weights or another number format: see "

@@ -54,11 +54,13 @@ ROWS = {
         Panel("Log-prob gap, mean", (r"rollout/log_prob_diff_mean",)),
         Panel("Log-prob gap, maximum", (r"rollout/log_prob_diff_max",)),
         Panel("Effective samples", (r"rollout/effective_sample_share",)),
+        Panel("Age of the responses", (r"async/staleness_(mean|max)",)),
     ),
     "Time": (
         Panel("Time per step", (r"timing_s/step",)),
         Panel("Throughput", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
         Panel("Slowest reward call", (r"timing_s/reward_call_max",)),
+        Panel("Waits of trainer and generator", (r"async/(trainer_wait|generator_idle)_share",)),
     ),
     "Failures": (
         Panel("Failed reward calls", (r"reward/(errors|invalid|timeouts|crashes)",)),

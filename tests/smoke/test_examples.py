@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from camshaft import storage
+from camshaft.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +27,19 @@ def test_a_grpo_loop_of_less_than_80_lines_learns(tmp_path: Path) -> None:
     assert len(rewards) == 40
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.95
+
+
+def test_the_asynchronous_example_runs_on_a_cpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    command = ["sh", str(ROOT / "examples" / "async" / "cpu.sh"), "steps=4", "batch=4"]
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    lines = read_metrics(tmp_path / "runs" / "async" / "metrics.jsonl")
+    assert [line["async/staleness_max"] for line in lines] == [0, 1, 1, 1]
+    assert re.search(r"the trainer waited \d+% of the time, the generator \d+%; ", process.stdout + process.stderr)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 
 OTHER_MODELS = ("/padding", "/moe/z_loss")
 """Ends of the names of metrics of models on right-padded rows, and of mixtures of experts on Megatron."""
-OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries", "rollout/weights_version"}
+OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries"}
 """Logged by generators with separate processes or servers, which other tests cover. The tracker of the PPO runs here
 records metrics in memory, and `timing/at` is part of the file only."""
 EPISODES = {"agent/other_rows", "val-aux/agent/unplayed"}
@@ -94,6 +94,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     }
     runs = (everything, little, filtered, greedy, routed, selecting, ranged, bypassing, episodes)
     ppo = [step for overrides in runs for step in run_ppo(folder, overrides, 1)]
+    ppo += run_ppo(folder, {"async_training.max_staleness": 1, f"{correction}.bypass_mode": True}, 2)
     names = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, make_args, rows in (("sft", sft_args, "sft_heldout"), ("rm", rm_args, "preference_heldout")):
         short = {

@@ -17,6 +17,7 @@ from camshaft.models.tiny import make_tiny_model
 
 HERE = (
     "docs/add-a-metric.md",
+    "docs/async.md",
     "docs/check-model.md",
     "docs/checkpoints.md",
     "docs/cluster.md",

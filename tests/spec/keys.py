@@ -181,6 +181,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.bypass_mode": (
         f"{_CORRECTION}::test_bypass_mode_uses_the_rollout_log_probs",
     ),
+    # -- asynchronous training
+    "async_training.max_staleness": (
+        "tests/unit/trainer/test_async_ppo.py::test_a_pipeline_equals_its_synchronous_emulation[grpo]",
+    ),
+    "async_training.mode": (
+        "tests/unit/config/test_foreign.py::test_names_of_asynchronous_training_are_answered_with_the_key",
+    ),
     # -- trainer
     f"{ROLLOUT}.resource_pool": (
         "tests/unit/config/test_layout.py::test_a_rollout_on_devices_of_its_own_has_a_pool",

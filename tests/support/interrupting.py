@@ -5,15 +5,24 @@
 The file `hold` in the run's folder makes the run block until it is killed. The file `stop` makes it exit with
 SystemExit, because a run ignores other errors of a tracker. Each file contains a step number. Without these files the
 tracker does nothing, so the same command also resumes the run. `run_until` starts a run with `hold`.
+
+`HOLDING` is a policy that blocks in its update of a step until the run is killed, if the file `hold_update` contains
+the step. It then writes the file `held`.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from camshaft.config import PPOConfig, Topology
+from camshaft.controller import Dispatch, register
+from camshaft.dataproto import DataProto
+from camshaft.roles import ActorRolloutRefWorker
 from camshaft.tracking import RunInfo, Tracker
 from support.command_line import Forked, Run, finished, start
 
@@ -38,6 +47,46 @@ class InterruptingTracker(Tracker):
 
     def finish(self) -> None:
         pass
+
+
+class HoldingPolicy(ActorRolloutRefWorker):
+    def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
+        super().__init__(config, topology, total_steps)
+        self.folder, self.version = Path(config.trainer.default_local_dir), 0
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def publish(self, version: int) -> Any:
+        self.version = version
+        return super().publish(version)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto, *arguments: Any, **options: Any) -> DataProto:
+        parent = os.getppid()
+        while self.version + 1 == _step(self.folder / "hold_update") and os.getppid() == parent:
+            (self.folder / "held").touch()
+            time.sleep(0.01)
+        return super().update_actor(data, *arguments, **options)
+
+
+HOLDING = f"{__name__}:HoldingPolicy"
+
+
+def kill_in_update(step: int, run: Path, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start `camshaft *args`, and kill it in the update of a step. Its policy is `HOLDING`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    run.mkdir()
+    (run / "hold_update").write_text(str(step))
+    process = start("-m", "camshaft", *args)
+    try:
+        deadline = time.monotonic() + 100
+        while not (run / "held").exists():
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        (run / "hold_update").unlink()
+        finished(process)
 
 
 def run_until(

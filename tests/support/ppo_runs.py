@@ -32,6 +32,7 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import PendingScores, RewardManager, RewardResult
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
+from camshaft.trainer import ppo_trainer
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from support import even_digits
@@ -104,11 +105,19 @@ def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOC
     return load_ppo(ppo_args(folder, overrides))
 
 
-def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Step]:
-    """Train for `steps` steps and return them. A validation before training is the first entry."""
+def run_ppo(
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    steps: int = 3,
+    trainer_class: type[PPOTrainer] | None = None,
+) -> list[Step]:
+    """Train for `steps` steps and return them. A validation before training is the first entry.
+
+    By default, the config selects the trainer.
+    """
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**lengths, **(overrides or {})})
-    with PPOTrainer.open(config) as trainer:
+    with (trainer_class or ppo_trainer(config)).open(config) as trainer:
         trainer.rewards = watched = _WatchedRewards(trainer.rewards)  # pyright: ignore
         trainer.prepare()
         recorder = _Recorder(trainer.parts, watched)

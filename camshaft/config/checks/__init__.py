@@ -16,6 +16,7 @@ Modules
     model.py        lengths and tokenizers against models, and notices about models
     rewards.py      scoring functions, the reward model and the overlong penalty
     agents.py       episodes with environments
+    staleness.py    training on batches of older weights
     ineffective.py  notices about keys that nothing reads in a run
 """
 
@@ -39,6 +40,7 @@ from camshaft.config.checks.model import check_generate_models, check_ppo_models
 from camshaft.config.checks.placement import check_placement, check_ppo_placement
 from camshaft.config.checks.rewards import check_scores, check_scoring_function, check_token_budget_of_scores
 from camshaft.config.checks.run import check_critic_warmup, check_run, check_supervised_run
+from camshaft.config.checks.staleness import check_staleness
 from camshaft.config.errors import Problem
 from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
 from camshaft.config.schema.evaluation import EvalConfig
@@ -93,6 +95,7 @@ def check_lengths(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
 def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     yield from check_ppo_placement(config)
+    yield from check_staleness(config)
     ranks, pool = config.topology().rollout_topology().world_size, config.pools().get("rollout")
     yield from check_rollout("actor_rollout_ref.rollout", rollout, ranks, pool)
     yield from check_scores(config)

@@ -56,7 +56,7 @@ OPENRLHF: tuple[Row, ...] = (
     NotNeeded("packing_samples", "batches are never padded"),
     NotNeeded("vllm_sync_backend", "the rollout chooses the transport of weights"),
     NotNeeded("flash_attn", "the engine chooses the attention kernel"),
-    Missing("async_train", topics.ASYNC),
+    Expanded("async_train", {True: {"max_staleness": 1}, False: {}}),
     Renamed("agent_func_path", "agent", "a function with `base_url` and `api_key`, as `file.py:function`"),
     Missing("zero_stage", topics.DEEPSPEED),
 )

@@ -34,12 +34,14 @@ class Topic(NamedTuple):
         return f"{self.sentence} See {PAGE}#{self.anchor}."
 
 
-ASYNC = Topic(
-    "Asynchronous training",
-    "Asynchronous training is not implemented: a step generates, scores and updates one after the other.",
-    r"async|async_(?:training|grpo|train)|fully_async|one_step_(?:off|overlap)|staleness|max_off_policy\w*|partial_rollout"
-    r"|(?:max_)?async_level"
-    r"|async_train\w*|max_inflight_gen_batches",
+STREAM = Topic(
+    "Overlapping rows",
+    "Asynchronous training generates whole batches: set max_staleness=1. Rows that overlap and go on with newer "
+    "weights are not implemented.",
+    r"async|async_(?:grpo|train)|fully_async|one_step_(?:off|overlap)|staleness\w*|max_staleness_\w+|max_off_policy\w*"
+    r"|(?:max_)?async_level|partial_rollout|async_trainer\w*|max_inflight\w*|max_concurrent_rollouts|trainer_mode"
+    r"|trigger_parameter_sync_step|in_flight_weight_updates|max_head_offpolicyness|max_steps_off_policy"
+    r"|max_trajectory_age_steps|weight_sync_steps",
     ("async", "async_grpo", "async_ppo", "async_rloo"),
 )
 TOOLS = Topic(
@@ -210,7 +212,7 @@ SYNC_REF = Topic(
 )
 
 TOPICS = (
-    ASYNC, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
+    STREAM, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
     DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED, JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX,
     UNEVEN_STAGES, OTHER_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
     REWARD_MANAGERS, PROCESS_REWARDS, SANDBOX, DATASETS, PROFILERS, TRACES, HUB_PUSH, SERVING, BENCHMARKS,

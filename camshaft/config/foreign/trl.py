@@ -178,6 +178,13 @@ LOGS: tuple[Row, ...] = (
     Missing("push_to_hub", topics.HUB_PUSH),
 )  # fmt: skip
 
+ASYNC: tuple[Row, ...] = (
+    Renamed("max_staleness", "max_staleness", "TRL drops older rows; here none is generated that would be older"),
+    NotNeeded("weight_sync_steps", "the weights are published after each step"),
+    NotNeeded("max_inflight_tasks", "`max_staleness` + 1 batches are generated ahead"),
+    NotNeeded("queue_maxsize", "`max_staleness` + 1 batches are generated ahead"),
+)
+
 TRL: dict[str, tuple[Row, ...]] = {
     "Arguments of the trainer": TRAINER,
     "Batch and length": BATCH,
@@ -185,6 +192,7 @@ TRL: dict[str, tuple[Row, ...]] = {
     "Loss": LOSSES,
     "Optimizer": OPTIMIZER,
     "Logs and files": LOGS,
+    "Asynchronous training": ASYNC,
 }
 """Rows by section of docs/from-trl.md."""
 

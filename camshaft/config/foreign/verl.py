@@ -293,6 +293,11 @@ REF_ROWS: tuple[Row, ...] = (
 _ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _USES_VLLM, _VLLM = _generates_with("vllm", "server"), f"{ROLLOUT}.name=vllm"
 
+_ROLLOUT_POOL = (
+    "A rollout on devices of its own has a pool: set trainer.resource_pools.rollout.n_gpus_per_node, with nnodes for "
+    "several machines, and async_training.max_staleness=1, or actor_rollout_ref.hybrid_engine=false alone."
+)
+
 ROLLOUT_ROWS: tuple[Row, ...] = (
     NotNeeded(f"{_ENGINE_KWARGS}.vllm.max_model_len", "it follows from the lengths of prompts and responses"),
     Missing(f"{_ENGINE_KWARGS}.vllm.quantization", topics.LOW_BIT),
@@ -336,9 +341,9 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     Renamed(f"{ROLLOUT}.enable_rollout_routing_replay", f"{ROLLOUT}.enable_return_routed_experts"),
     Renamed(f"{ROLLOUT}.load_format", f"{ROLLOUT}.load_format", values={"safetensors": "hf", "dummy": "dummy_dtensor"}),
     *(NotNeeded(f"{ROLLOUT}.{name}", "all seeds follow from trainer.seed") for name in ("seed", "full_determinism")),
-    Missing(f"{ROLLOUT}.nnodes", topics.ASYNC, off=(0,)),
+    NotNeeded(f"{ROLLOUT}.nnodes", "the rollout uses the devices of the actor", (0,), _ROLLOUT_POOL),
     NotNeeded(f"{ROLLOUT}.n_gpus_per_node", "the rollout uses the devices of the actor"),
-    Missing(f"{ROLLOUT}.over_sample_rate", topics.ASYNC, off=(0,)),
+    Missing(f"{ROLLOUT}.over_sample_rate", topics.STREAM, off=(0,)),
     Missing(f"{ROLLOUT}.quantization", topics.LOW_BIT),
     Missing(f"{ROLLOUT}.quantization_config_file", topics.LOW_BIT),
     Missing(f"{ROLLOUT}.mtp", topics.MTP, switch="enable"),
@@ -464,7 +469,40 @@ RUN_ROWS: tuple[Row, ...] = (
     Missing("algorithm.use_pf_ppo", topics.PF_PPO),
     NotNeeded("algorithm.pf_ppo", "it is read with use_pf_ppo only"),
     NotNeeded(
-        "algorithm.filter_groups.max_inflight_gen_batches", "one batch is generated at a time", (1,), topics.ASYNC
+        "algorithm.filter_groups.max_inflight_gen_batches", "one batch is generated at a time", (1,), topics.STREAM
+    ),
+)  # fmt: skip
+
+_BOUND = "Set async_training.max_staleness=1, or more: the rollout is at most as many versions behind the trainer."
+_SAMPLER = "trainer.v1.sampler"
+
+ASYNC_ROWS: tuple[Row, ...] = (
+    Expanded(
+        "async_training.staleness_threshold", {0: {"async_training.max_staleness": 0}},
+        "other values are refused: they are shares of the samples, and `max_staleness` is a number of versions",
+        otherwise=f"This is a share of the samples of a step. {_BOUND}",
+    ),
+    Expanded(
+        "async_training.trigger_parameter_sync_step", {1: {}}, "the weights are published after each step",
+        otherwise="The weights are published after each step. Omit the key, and set data.train_batch_size to the "
+        "prompts of a step.",
+    ),
+    NotNeeded(
+        "async_training.require_batches", "a step learns one batch", (1,),
+        "A step learns one batch. Omit the key, and set data.train_batch_size to the prompts of a step.",
+    ),
+    Missing("async_training.partial_rollout", topics.STREAM),
+    Expanded(
+        "async_training.use_rollout_log_probs",
+        {True: {"algorithm.rollout_correction.bypass_mode": True}, False: {}},
+    ),
+    Expanded("trainer.v1.trainer_mode", {"sync": {}}, otherwise=f"Batches are generated whole. {_BOUND}"),
+    Expanded(
+        f"{_SAMPLER}.max_off_policy_threshold", {}, "`max_staleness`; nothing is generated that would be older",
+        otherwise=f"Nothing is generated that would be too old. {_BOUND}",
+    ),
+    NotNeeded(
+        f"{_SAMPLER}.max_off_policy_strategy", "nothing is generated that would be too old", ("drop", "wait"),
     ),
 )  # fmt: skip
 
@@ -477,6 +515,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "Rollout": ROLLOUT_ROWS,
     "Rewards": REWARD_ROWS,
     "Run": RUN_ROWS,
+    "Asynchronous training": ASYNC_ROWS,
 }
 """Rows by section of docs/from-verl.md, in the order in which they apply."""
 

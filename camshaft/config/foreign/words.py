@@ -120,5 +120,16 @@ WORDS: tuple[Row, ...] = (
         )
         for name in ("orchestrator", "inference")
     ),
+    *(
+        Renamed(name, "max_staleness")
+        for name in (
+            "max_head_offpolicyness", "rollout.max_head_offpolicyness", "max_off_policy_steps", "max_steps_off_policy",
+            "max_staleness_steps", "max_trajectory_age_steps", "staleness", "staleness_threshold", "off_policy_steps",
+        )
+    ),
+    *(
+        NotNeeded(name, "the weights are published after each step")
+        for name in ("weight_sync_steps", "trigger_parameter_sync_step")
+    ),
     Expanded("system_prompt", {}, "put a message with the role system into the prompts of the data"),
 )  # fmt: skip

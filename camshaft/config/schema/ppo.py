@@ -16,7 +16,7 @@ from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.fields import CommandConfig, KLPenalty, section
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.schema.roles import ActorRolloutRefConfig, CriticConfig
-from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.schema.trainer import AsyncTrainingConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class PPOConfig(CommandConfig):
     reward_model: RewardModelConfig = section("Reward model, which scores complete responses.")
     custom_reward_function: CustomRewardConfig = section("Scoring function.")
     algorithm: AlgorithmConfig = section("Advantage estimation and the KL penalty in the reward.")
+    async_training: AsyncTrainingConfig = section("Generation while earlier batches are learned.")
     trainer: TrainerConfig = section("Run length, devices, logging, validation and checkpoints.")
     ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
 
@@ -204,7 +205,8 @@ class PPOConfig(CommandConfig):
 
         - `rollout`: the log-probs that the rollout returns (`rollout_correction.bypass_mode`).
         - `update`: the forward pass of the update. This saves one forward pass, and requires that the iteration has a
-          single optimizer step, that nothing reads the old log-probs before it, and that the model has no dropout.
+          single optimizer step, that nothing reads the old log-probs before it, that the model has no dropout, and that
+          the batch is not stale: its ratio would be 1.
         - `actor`: a separate forward pass of the actor before the update.
 
         The actor is not updated during `trainer.critic_warmup`. A caller that needs old log-probs in these iterations
@@ -215,7 +217,8 @@ class PPOConfig(CommandConfig):
             return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         corrects, penalizes = algorithm.rollout_correction.is_enabled(), algorithm.use_kl_in_reward
-        read_earlier = corrects or penalizes or self.needs_sum_pi_squared() or self.selects_tokens()
+        is_stale = self.async_training.max_staleness > 0
+        read_earlier = corrects or penalizes or is_stale or self.needs_sum_pi_squared() or self.selects_tokens()
         return "update" if one_step and not read_earlier and not self._may_have_dropout() else "actor"
 
     def selects_tokens(self) -> bool:

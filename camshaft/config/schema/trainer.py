@@ -1,4 +1,4 @@
-"""Section `trainer` of RL runs: run length, devices, logging, validation and checkpoints."""
+"""Sections `trainer` and `async_training` of RL runs: run length, devices, logging, checkpoints, and the schedule."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,6 +10,7 @@ from camshaft.config.layout import PlacementConfig, PoolConfig
 from camshaft.config.schema.fields import (
     Auto,
     Count,
+    Described,
     Frequency,
     Functions,
     Names,
@@ -203,3 +204,30 @@ class TrainerConfig(RunConfig):
         if self.use_legacy_worker_impl in ("enable", True):
             message = "camshaft has no legacy implementation. Omit the key."
             yield Problem("use_legacy_worker_impl", self.use_legacy_worker_impl, message)
+
+
+Versions = Annotated[
+    NonNegativeInt, Described("an integer >= 0: a number of versions of the weights, and not a share of the samples")
+]
+
+
+class AsyncTrainingConfig(Section):
+    """Generation while earlier batches are learned."""
+
+    mode: Literal["pipeline", "stream"] = key(
+        "pipeline",
+        "Schedule. pipeline generates whole batches, in an order that no clock decides. stream, in which single rows "
+        "overlap, is not implemented yet.",
+        unread=Unread(
+            lambda section: section.max_staleness == 0, "{max_staleness}", "set [max_staleness]=1, or omit the key",
+            harmless=("pipeline",),
+        ),
+    )  # fmt: skip
+    max_staleness: Versions = key(
+        0,
+        "Number of versions by which the weights that generate a batch may be older than those that train it. A "
+        "version is one iteration. 0 generates and learns in turn. Above 0, the rollout has devices of its own "
+        "(hybrid_engine=false) and generates the next batches while the actor learns, and a rollout correction is "
+        "required. See async.md.",
+        short=("max_staleness", "versions by which batches may be older than the weights that they train"),
+    )

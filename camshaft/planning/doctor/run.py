@@ -302,7 +302,8 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
     if folder is None:
         yield ok("snapshot", f"{policy.model.path} is not on this machine yet, so its size is unknown")
         return
-    size, free = model_size(rollout_engine(config)).weights, available_memory()
+    snapshots, free = config.async_training.max_staleness + 1, available_memory()
+    size = snapshots * model_size(rollout_engine(config)).weights
     memory = HostMemory()
     try:
         memory.extend(size)
@@ -312,8 +313,9 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
         return
     finally:
         memory.close()
-    message = f"the weights for the rollout need {_gib(size)} of host memory, and {_gib(free)} are free"
-    fix = "set actor_rollout_ref.hybrid_engine=true, or use a machine with more memory"
+    count = f"{snapshots} snapshots of " if snapshots > 1 else ""
+    message = f"{count}the weights for the rollout need {_gib(size)} of host memory, and {_gib(free)} are free"
+    fix = "set actor_rollout_ref.hybrid_engine=true and max_staleness=0, or use a machine with more memory"
     yield ok("snapshot", message) if size < free else fail("snapshot", message, fix)
 
 

@@ -240,8 +240,7 @@ def test_programs_of_other_libraries_name_the_agent(base, word):
         ("algorithm=dpo", "DPO"),
         ("algorithm=kto", "KTO"),
         ("deepspeed=zero3.json", "DeepSpeed"),
-        ("trainer.async_training=True", "Asynchronous training"),
-        ("max_async_level=2", "Asynchronous training"),
+        ("max_async_level=2", "Overlapping rows"),
         ("use_rslora=True", "Variants of LoRA"),
         ("use_dora=True", "Variants of LoRA"),
         ("init_lora_weights=pissa", "Variants of LoRA"),
@@ -536,3 +535,34 @@ def test_the_page_has_a_section_for_each_topic():
 def test_no_key_is_a_topic():
     named = {key: topic for key in fields(PPOConfig) if (topic := topic_of_key(key)) is not None}
     assert not named
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        (
+            "async_training.staleness_threshold=0.1",
+            "a share of the samples of a step. Set async_training.max_staleness=1",
+        ),
+        ("max_staleness=0.1", "a number of versions of the weights, and not a share of the samples"),
+        ("async_training.partial_rollout=True", "go on with newer weights are not implemented"),
+        ("async_training.trigger_parameter_sync_step=4", "published after each step"),
+        ("trigger_parameter_sync_step=4", "published after each step"),
+        ("trainer.v1.trainer_mode=separate_async", "Set async_training.max_staleness=1"),
+        ("trainer.v1.sampler.max_off_policy_threshold=8", "Set async_training.max_staleness=1"),
+        ("max_off_policy_strategy=drop", "set max_staleness=1"),
+        ("rollout.max_head_offpolicyness=4", "max_staleness (short for async_training.max_staleness)"),
+        ("max_head_offpolicyness=4", "max_staleness (short for async_training.max_staleness)"),
+        ("max_off_policy_steps=8", "max_staleness (short for async_training.max_staleness)"),
+        ("max_steps_off_policy=3", "max_staleness (short for async_training.max_staleness)"),
+        ("trainer.fully_async.max_staleness_steps=4", "set max_staleness=1"),
+        ("max_trajectory_age_steps=1", "max_staleness (short for async_training.max_staleness)"),
+        ("weight_sync_steps=1", "published after each step"),
+        ("async_training.mode=stream", "go on with newer weights, are not implemented yet"),
+        ("async_train=True", "set max_staleness=1"),
+    ],
+)
+def test_names_of_asynchronous_training_are_answered_with_the_key(words, word, text):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, f"+{word}" if "." in word else word])
+    assert text in " ".join(str(caught.value).split())

@@ -15,6 +15,7 @@ from camshaft.digest import digest
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard import Publisher, Snapshot, receive, snapshot
+from camshaft.reshard.snapshot import SnapshotMemory
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.weights.buckets import Bucket
 from camshaft.rollout.weights.transport import open_memory
@@ -73,22 +74,23 @@ def test_a_rollout_loads_what_was_published(
         assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
         assert sync.bytes == sum(weight.nbytes for weight in expected.values())
         assert 0 < published.check_seconds < sync.check_seconds
-    assert len(publisher._segments) == (2 if segment == 2**26 else sync.bytes // segment + 2)
+    assert len(publisher._memories[0].segments) == (2 if segment == 2**26 else sync.bytes // segment + 2)
 
 
 def test_only_one_rank_of_a_machine_writes(engine: SingleDeviceEngine) -> None:
     publisher = publisher_of(engine, build())
     publisher.writes = False
     assert publisher.publish(1) is None
-    assert publisher._memory is None
+    assert not publisher._memories
 
 
-class WritesNothing(Publisher):
+class WritesNothing(SnapshotMemory):
     """Announce weights without writing them."""
 
-    buckets: list[Bucket]
+    def __init__(self, memory: SnapshotMemory, buckets: list[Bucket]):
+        self._memory, self.buckets = memory._memory, buckets
 
-    def _write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    def write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         list(weights)
         yield from self.buckets
 
@@ -99,10 +101,9 @@ def test_a_stale_snapshot_is_found(engine: SingleDeviceEngine) -> None:
     first = publish(publisher, 1)
     receive(first, rollout)
     train(engine)
-    broken = WritesNothing(engine, writes=True)
-    broken.dtypes, broken._memory, broken.buckets = publisher.dtypes, publisher._memory, first.buckets
+    publisher._memories.append(WritesNothing(publisher._memories.pop(), first.buckets))
     with pytest.raises(RolloutError, match=r"weight sync 2: .*model\.embed_tokens\.weight.*: stale, unchanged"):
-        receive(publish(broken, 2), rollout)
+        receive(publish(publisher, 2), rollout)
 
 
 def test_a_snapshot_that_was_overwritten_is_found(engine: SingleDeviceEngine) -> None:
@@ -113,6 +114,23 @@ def test_a_snapshot_that_was_overwritten_is_found(engine: SingleDeviceEngine) ->
     publish(publisher, 2)  # into the memory that the reader of version 1 still needs
     with pytest.raises(RolloutError, match=r"weight sync 1: .*different from the weights sent by the engine"):
         receive(first, rollout)
+
+
+@pytest.mark.parametrize("snapshots", [1, 2, 3])
+def test_a_publication_overwrites_the_oldest_snapshot(engine: SingleDeviceEngine, snapshots: int) -> None:
+    rollout = build()
+    publisher = publisher_of(engine, rollout)
+    publisher.snapshots = snapshots
+    published: list[Snapshot] = []
+    for version in range(5):
+        published.append(publish(publisher, version))
+        train(engine)
+        for readable in published[-snapshots:]:  # in any order, and as often as wanted
+            assert receive(readable, rollout).version == readable.version
+        for overwritten in published[:-snapshots]:
+            with pytest.raises(RolloutError, match="differ from those of the engine"):
+                receive(overwritten, rollout)
+    assert len({snapshot.memory["inode"] for snapshot in published}) == snapshots
 
 
 def test_a_damaged_weight_is_named(engine: SingleDeviceEngine) -> None:

@@ -1,0 +1,84 @@
+"""Roles and a scoring function that take a random time, which must not change a run.
+
+overrides = {**DELAYED, "custom_reward_function.path": delays.__file__}
+monkeypatch.setenv(SECONDS, "0.2")
+"""
+
+import os
+import random
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from camshaft.controller import Dispatch, register
+from camshaft.dataproto import DataProto
+from camshaft.reshard import Snapshot
+from camshaft.roles import ActorRolloutRefWorker, RolloutWorker
+from support.even_digits import compute_score as count_even_digits
+
+SECONDS = "CAMSHAFT_TEST_DELAY"
+"""Environment variable with the longest delay, in seconds."""
+CALLS = "CAMSHAFT_TEST_CALLS"
+"""Environment variable with the folder in which `count_calls` creates a file for each call."""
+PATIENCE = 60.0
+_random = random.SystemRandom()
+
+
+def wait() -> None:
+    time.sleep(_random.uniform(0, float(os.environ[SECONDS])))
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    time.sleep(_random.uniform(0, float(os.environ[SECONDS]) / 8))
+    return count_even_digits(data_source, solution_str, ground_truth, extra_info)
+
+
+class DelayedRollout(RolloutWorker):
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def receive_weights(self, snapshot: Snapshot) -> dict[str, float]:
+        wait()
+        return super().receive_weights(snapshot)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
+        wait()
+        return super().generate_sequences(prompts, validate, greedy)
+
+
+class DelayedPolicy(ActorRolloutRefWorker):
+    rollout_class = DelayedRollout
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def publish(self, version: int) -> Snapshot | None:
+        wait()
+        return super().publish(version)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto, *arguments: Any, **options: Any) -> DataProto:
+        wait()
+        return super().update_actor(data, *arguments, **options)
+
+
+class ScoredEarly(ActorRolloutRefWorker):
+    """A policy whose updates wait until the reward function has scored more responses than those of the update.
+
+    The reward function is `count_calls`. The environment variable `CALLS` is a folder.
+    """
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto, *arguments: Any, **options: Any) -> DataProto:
+        deadline = time.monotonic() + PATIENCE
+        while len(list(Path(os.environ[CALLS]).iterdir())) < 2 * len(data):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the next batch is not scored before the update")
+            time.sleep(0.05)
+        return super().update_actor(data, *arguments, **options)
+
+
+def count_calls(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    (Path(os.environ[CALLS]) / uuid.uuid4().hex).touch()
+    return count_even_digits(data_source, solution_str, ground_truth, extra_info)
+
+
+DELAYED = {"actor_rollout_ref.worker_cls": f"{__name__}:{DelayedPolicy.__name__}"}

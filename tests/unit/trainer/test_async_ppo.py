@@ -1,0 +1,198 @@
+"""Training on stale batches: versions, equality with a synchronous emulation, and delays that change nothing."""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import delays
+from support.delays import DELAYED
+from support.ppo_runs import Step, ppo_config, run_ppo
+from support.same_run import ACTOR, RANKS
+
+from camshaft.dataproto import DataProto
+from camshaft.errors import WorkerError
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.trainer import ppo_trainer
+from camshaft.trainer.metrics import StepMetrics
+from camshaft.trainer.ppo import PPOTrainer, Responses
+
+ROLLOUT, STALENESS = "actor_rollout_ref.rollout", "async_training.max_staleness"
+CORRECTION = "algorithm.rollout_correction"
+GRPO: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    f"{ROLLOUT}.n": 2,
+    f"{ACTOR}.ppo_mini_batch_size": 8,
+    f"{CORRECTION}.bypass_mode": True,
+}
+PPO: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    f"{ACTOR}.ppo_epochs": 2,
+    f"{CORRECTION}.rollout_is": "token",
+    "trainer.test_freq": 2,
+}
+MEASURED = ("timing_s/", "perf/", "async/")
+OF_SYNC = {"rollout/sync_bytes", "rollout/weights_version"}
+
+
+def emulation(max_staleness: int) -> type[PPOTrainer]:
+    """Return a trainer without pools and ledger, which generates the batches of a pipeline in turn.
+
+    Before it learns batch b, it generates those whose formula max(0, c - 1 - k) is the current version b - 1.
+    """
+
+    class Emulation(PPOTrainer):
+        waiting: dict[int, DataProto]
+
+        def collect(self, inputs: DataProto, metrics: StepMetrics) -> Responses:
+            step, total = self.global_step, self.total_steps
+            if step == 1:
+                self.waiting = {}
+            for batch in range(step, total + 1):
+                if max(0, batch - 1 - max_staleness) == step - 1:
+                    prompts = inputs if batch == 1 else self.parts.loader.next_batch()
+                    inner = StepMetrics(self.status)
+                    with self.parts.rollout_phase():
+                        self.parts.sync_weights(step - 1)
+                        rows = self.rows_to_generate(prompts, batch)
+                        generated, _ = self.parts.start_generation(rows).result()
+                    self.waiting[batch] = inner.union(rows, generated).with_meta(metrics=inner.values)
+            metrics.add(self.waiting[step].meta_info["metrics"])
+            return self.waiting.pop(step), None
+
+    class Numbers:
+        """Source without prompts, after the first batch."""
+
+        def __init__(self, trainer: PPOTrainer):
+            self.loader = trainer.parts.loader
+            self.steps_per_epoch, self.exhausted = self.loader.steps_per_epoch, False
+
+        def __iter__(self) -> Iterator[DataProto]:
+            yield self.loader.next_batch()
+            while True:
+                yield DataProto()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Opened(Emulation):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.source = Numbers(self)  # pyright: ignore
+
+    return Opened
+
+
+def assert_equal(expected: list[Step], actual: list[Step], but: tuple[str, ...] = MEASURED) -> None:
+    for number, (one, other) in enumerate(zip(expected, actual, strict=True), start=1):
+        names = {name for name in one.metrics.keys() | other.metrics.keys() if not name.startswith(but)} - OF_SYNC
+        for name in names:
+            values = one.metrics[name], other.metrics[name]
+            assert values[0] == values[1] or all(map(math.isnan, values)), f"step {number}: {name}: {values}"
+        for weights, reference in ((other.actor, one.actor), (other.critic, one.critic)):
+            assert weights.keys() == reference.keys()
+            assert all(torch.equal(weights[name], reference[name]) for name in reference), f"step {number}"
+
+
+def versions(step: Step) -> set[int]:
+    return set(step.batch["policy_versions"].values.tolist())
+
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "grpo": (GRPO, 1),
+    "ppo": ({**PPO, f"{ROLLOUT}.name": "process"}, 2),
+    "ranks": ({**GRPO, **RANKS}, 2),
+    "rejection": (
+        {
+            **GRPO,
+            f"{CORRECTION}.bypass_mode": False,
+            f"{CORRECTION}.rollout_rs": "token_k1",
+            f"{CORRECTION}.rollout_rs_threshold": "1.1",
+        },
+        1,
+    ),
+    "adapter": ({**GRPO, "actor_rollout_ref.model.lora_rank": 4, f"{ACTOR}.use_kl_loss": True}, 1),
+    "long": (GRPO, 4),
+}
+SLOW = ("ranks", "rejection", "adapter", "long")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
+def test_a_pipeline_equals_its_synchronous_emulation(case: str, tmp_path: Path) -> None:
+    overrides, staleness = CASES[case]
+    steps = staleness + 3
+    pool = {"+trainer.resource_pools.rollout.n_gpus_per_node": 2} if "ranks" in case else {}
+    expected = run_ppo(tmp_path, overrides, steps, emulation(staleness))
+    actual = run_ppo(tmp_path, {**overrides, **pool, STALENESS: staleness}, steps)
+    assert_equal(expected, actual)
+    if "trainer.test_freq" not in overrides:  # the recorder keeps the rows that were scored last
+        assert [versions(step) for step in actual] == [{max(0, b - 1 - staleness)} for b in range(1, steps + 1)]
+    ages = [min(b - 1, staleness) for b in range(1, steps + 1)]
+    for step, age in zip(actual, ages, strict=True):
+        assert step.metrics["async/staleness_mean"] == step.metrics["async/staleness_max"] == age
+        assert step.metrics[f"async/age_{age}_share"] == 1.0
+        assert step.metrics["rollout/log_prob_diff_max"] < 1e-5 or age > 0
+    assert max(step.metrics["rollout/log_prob_diff_max"] for step in actual) > 1e-3  # the batches were stale
+    assert actual[-1].metrics["async/batches_in_flight"] == 0
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0.15, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_delays_change_nothing(staleness: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(delays.SECONDS, str(seconds))
+    delayed = {**DELAYED, "custom_reward_function.path": delays.__file__, "custom_reward_function.num_workers": 3}
+    overrides = {**GRPO, STALENESS: staleness, "trainer.test_freq": 2}
+    undelayed = run_ppo(tmp_path, overrides, steps=5)
+    for _ in range(2):
+        assert_equal(undelayed, run_ppo(tmp_path, {**overrides, **delayed}, steps=5))
+
+
+def test_a_validation_uses_the_weights_of_its_step_and_changes_no_batch(tmp_path: Path) -> None:
+    overrides = {**GRPO, "trainer.total_training_steps": 4}
+    without = run_ppo(tmp_path, {**overrides, STALENESS: 1}, steps=4)
+    validated = {**overrides, "trainer.test_freq": 1, "trainer.val_before_train": True}
+    first, *steps = run_ppo(tmp_path, {**validated, STALENESS: 1}, steps=4)
+    of_emulation, *expected = run_ppo(tmp_path, validated, 4, emulation(1))
+    assert first.metrics == of_emulation.metrics
+    names = [name for name in steps[0].metrics if name.startswith("val")]
+    assert len(names) > 3
+    assert [{name: step.metrics[name] for name in names} for step in steps] == [
+        {name: step.metrics[name] for name in names} for step in expected
+    ]
+    assert_equal(without, steps, (*MEASURED, "val"))
+    assert len({step.metrics["val/reward/mean"] for step in steps}) > 1  # the weights of the validations differ
+
+
+def test_rewards_of_the_next_batch_run_while_a_batch_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    monkeypatch.setenv(delays.CALLS, str(calls))
+    overrides = {
+        **GRPO,
+        STALENESS: 1,
+        "actor_rollout_ref.worker_cls": f"{delays.__name__}:{delays.ScoredEarly.__name__}",
+        "custom_reward_function.path": delays.__file__,
+        "custom_reward_function.name": "count_calls",
+    }
+    run_ppo(tmp_path, {**overrides, "trainer.total_training_steps": 3}, steps=1)  # the update of step 1 waits
+
+
+def test_a_dead_rollout_is_named_with_what_the_trainer_waited_for(tmp_path: Path) -> None:
+    config = ppo_config(tmp_path, {**GRPO, STALENESS: 1, "trainer.total_training_steps": 3})
+    with ppo_trainer(config).open(config) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 3)) as tracking:
+        trainer.prepare()
+        group: Any = trainer.parts.rollout
+        pid = group.spawned.pool.processes[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(WorkerError, match=rf"rank 0 of 1 of rollout \(process {pid}\) died in ") as caught:
+            trainer.fit(tracking)
+    assert any("At that time, step 1 " in note for note in caught.value.__notes__)
