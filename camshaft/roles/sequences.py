@@ -1,10 +1,10 @@
 """Rows of a batch that are several sequences for the model: episodes of programs whose session has several rows.
 
 A batch has one row for each episode, so groups, advantages and mini-batches count episodes. If the session of a program
-has several rows (docs/endpoint.md), the column `responses` contains the tokens behind the first prompt, and then all
-tokens of the further rows, with their prompts. `sequence_lengths` has a pair of numbers for each of them: its tokens of
-a prompt in `responses`, and the tokens behind it. The model computes each sequence alone. The tokens keep their order,
-so only the lengths of rows change:
+has several rows (docs/agents.md), the column `responses` contains the tokens behind the first prompt, and then all
+tokens of the further rows, with their prompts. `sequence_lengths` has a pair of numbers for every row of the session,
+including the first: the tokens of its prompt in `responses` (0 for the first), and the tokens behind it. The model
+computes each sequence alone. The tokens keep their order, so only the lengths of rows change:
 
     sequences = split_rows(rows)                    # for the engine: one row for each sequence
     predictions = whole_rows(predictions, rows)     # of the engine: one row for each episode again

@@ -6,7 +6,7 @@
         stream.put(7, prompt + answer.tokens + told, SamplingParams(64), seed=1)    # the next turn of the same row
         stream.close(7)
 
-A stream belongs to one rollout, which nobody else uses while the stream is open, and a thread of the process drives it.
+A stream belongs to one rollout, which nobody else uses while the stream is open. A background thread runs the rollout.
 The tokens of an answer depend on its row only. `WaveStream` works with any rollout, by calls of `generate_sequences`: a
 row waits for the answers of the call in progress. A rollout with a method `open_stream` has a stream of its own, such
 as the built-in one, in which a row joins those that are being generated.
