@@ -29,7 +29,7 @@ def usage() -> str:
     lines = [
         "usage: camshaft serve model=FOLDER key=value ...   train and sample for programs that use the Tinker API",
         "",
-        "The server prints the URL and the key for its clients, and is then quiet. Ctrl-C saves the models and ends.",
+        "The server prints the URL and the key for its clients. Ctrl-C saves the models and stops it.",
         "",
     ]
     for name, field in ServeConfig.model_fields.items():

@@ -46,18 +46,22 @@ class ServeConfig(Section):
         "auto", "Dtype in which the model computes: float32 or bfloat16. auto is bfloat16 on an accelerator."
     )
     max_model_len: int = key(4096, "Maximum number of tokens of a datum, and of a prompt with its sample.", ge=2)
-    max_tokens: int = key(16384, "Maximum number of tokens of a micro-batch of the engine.", ge=1)
+    max_tokens: int = key(
+        16384, "Maximum number of tokens of a micro-batch of the engine; a sample sets its own max_tokens.", ge=1
+    )
     max_data: int = key(1024, "Maximum number of datums of a request. The SDK splits larger batches.", ge=1)
     max_megabytes: int = key(64, "Maximum size of the body of a request.", ge=1)
     max_futures: int = key(4096, "Maximum number of pending commands and samples of a session.", ge=1)
     max_models: int = key(2, "Maximum number of models in training. Each has an engine of its own.", ge=1)
-    max_versions: int = key(8, "Maximum number of published weights in host memory. Others are kept in `folder`.", ge=1)
+    max_versions: int = key(
+        8, "Maximum number of published sets of weights in host memory. Others are kept in `folder`.", ge=1
+    )
     session_timeout: float = key(
-        600.0, "Seconds without a heartbeat after which a session ends. Its models are saved as weights/last.", gt=0
+        600.0, "Seconds without a request after which a session ends. Unsaved models are saved as weights/last.", gt=0
     )
     gap_timeout: float = key(300.0, "Seconds for which commands wait for one with a smaller number.", gt=0)
     result_ttl: float = key(600.0, "Seconds for which a result is kept after a client has fetched it.", gt=0)
-    seed: int = key(0, "Seed of adapters and samples for which a client sets none.", ge=0)
+    seed: int = key(0, "Number from which the seeds of adapters and samples are derived if a client sets none.", ge=0)
 
     def base_models(self) -> dict[str, str]:
         """Return the folder of each model by the name under which clients ask for it."""

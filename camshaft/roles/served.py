@@ -1,6 +1,6 @@
 """Role of `camshaft serve`: the engines of the models that clients train, and the rollouts that sample from them.
 
-    worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32))
+    worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32), seed=0)
     worker.forward_backward("s:train:0", rows, "ppo", {"clip_low_threshold": 0.9}, forward_only=False)
     worker.optimizer_step("s:train:0", hyperparameters)
     worker.publish("s:train:0", "v1")
@@ -13,6 +13,7 @@ An error that a client can cause is returned as a `Refusal`, because an exceptio
 models with it.
 """
 
+import contextlib
 import functools
 import math
 from collections import OrderedDict
@@ -40,7 +41,7 @@ from camshaft.engine import (
     StepHyperparameters,
     build_engine,
 )
-from camshaft.errors import CamshaftError, EngineError, RolloutError
+from camshaft.errors import CamshaftError, CheckpointError, EngineError, RolloutError
 from camshaft.models.loader import stored_weights
 from camshaft.reshard import load_verified
 from camshaft.roles.rollout import generation_columns
@@ -50,6 +51,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, Tensor]
 
 OUTPUT = "target_log_probs"
+VERSION = "version"
+"""Kind of the folders with published weights."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,11 @@ class Versions:
 
     def __init__(self, folder: Path, max_in_memory: int):
         self.folder, self.max_in_memory = folder, max_in_memory
-        for leftover in folder.glob("*"):  # of a server that was killed
-            storage.remove(leftover)
+        for leftover in folder.glob("*"):  # of a server that was killed; others remain
+            storage.remove_unfinished(leftover)
+            with contextlib.suppress(CheckpointError):
+                storage.check_replaceable(leftover, VERSION)
+                storage.remove(leftover)
         self._in_memory: OrderedDict[str, Weights] = OrderedDict()
         self._in_files: set[str] = set()
 
@@ -107,7 +113,7 @@ class Versions:
         while len(self._in_memory) > self.max_in_memory:
             oldest = next(iter(self._in_memory))
             if oldest not in self._in_files:
-                with storage.new_folder(self._path(oldest), kind="version") as folder:
+                with storage.new_folder(self._path(oldest), kind=VERSION) as folder:
                     save_file(self._in_memory[oldest], folder / "model.safetensors")
                 self._in_files.add(oldest)
             del self._in_memory[oldest]

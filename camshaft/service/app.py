@@ -104,7 +104,8 @@ class App:
     @staticmethod
     def _refuse_path(request: Request) -> NoReturn:
         raise Refused(
-            f"{request.method} {request.path} is not served by camshaft; docs/serve.md lists what is",
+            f"{request.method} {request.path} is not served by camshaft; see 'Differences from the hosted service' in "
+            "docs/serve.md",
             HTTPStatus.NOT_FOUND,
         )
 

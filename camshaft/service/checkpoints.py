@@ -2,7 +2,7 @@
 
     path = SavedPath.parse("tinker://2f9a:train:0/weights/step-20")
     checkpoints.write(path, record, lambda folder: role.call("save", model_id, folder, True), overwrite=False)
-    checkpoints.read(path).folder
+    path, saved = checkpoints.read("tinker://2f9a:train:0/weights/step-20", owner)
 
     served/2f9a/0/weights/step-20.json        what was saved, and the name of its folder; written last, atomically
     served/2f9a/0/weights/step-20.1/          checkpoint of the engine (engine/checkpoint.py)

@@ -2,11 +2,11 @@
 
     log = CommandLog(queue, gap_timeout=300.0)
     future = log.submit(number, digest, prepare)      # again with the same body: the same future, executed once
-    queue.execute_forever()                           # in a thread
+    queue.start()                                     # executes commands in a thread
 
 A client numbers the commands of a model 1, 2, 3, ... and sends several at once; the SDK sends the first chunk of a
-batch last. A command is queued when all commands with smaller numbers have been. The queue executes jobs one after the
-other. Jobs with the same `batch` key, which requests for samples have, are executed together.
+batch last. A command is queued when all commands with smaller numbers have been queued. The queue executes jobs one
+after the other. Jobs with the same `batch` key, which requests for samples have, are executed together.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Results of commands, which clients fetch with long polls.
 
-future = futures.create(owner)
+future = futures.create(session)
 future.resolve(Result.of_json({"path": path}))         # or future.fail("user", "datum 3: ...")
-futures.find(identifier, owner).wait(20.0)             # None while it is pending
+futures.find(identifier).wait(20.0)                    # None while it is pending
 """
 
 import json

@@ -1,6 +1,6 @@
 """Models of clients, and the execution of their commands on the role.
 
-    model = Model(facts, role, log)
+    model = Model(facts, role, log, checkpoints)
     future = log.submit(1, digest, lambda: model.train(futures.create(session), request))
 
 All or nothing: if a part of a batch fails, the next `optim_step` fails as well, with the same reason, clears the

@@ -1,12 +1,12 @@
 """Versions of weights, samplers, and batches of requests for samples.
 
-    version = Version(role, "models/tiny")            # of a base model, unless something else is published
-    sampler = Sampler("s:sample:3", version, order=3, ...)
+    version = Version(role, "models/tiny")            # `is_base`, `saved` or `was_published` says where its weights are
+    sampler = Sampler("s:sample:3", version, "models/tiny", limits, server_seed)
     queue.put(sampler.job(future, request))
 
 A version never changes, so a sampler keeps its weights while its model is trained. Requests with the same version and
-the same options are one batch, from all samplers. The tokens of a sample depend only on its version, prompt, options
-and seed, and its log-probs on the rest of the batch by rounding.
+the same options are one batch, from all samplers. The random numbers of a sample depend only on its seed; the rest of
+its batch changes log-probs by rounding errors.
 """
 
 import hashlib

@@ -7,8 +7,8 @@ With k = 1, the rollout executes receive(0), generate(1), generate(2), receive(1
 order of these calls is the schedule: no clock decides anything, so two runs are equal to the bit. `ledger.py` keeps the
 books.
 
-A validation after step v takes its turn behind the batches that are under way and receive(v), which the next step would
-send too. It therefore uses the weights of version v, and the batches are those of a run without validation.
+A validation after step v first sends receive(v), as the next step would, and runs after the batches that were already
+sent. It therefore uses the weights of version v, and the batches are those of a run without validation.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 #!/bin/sh
-# GRPO on a CPU with one process that trains and one that generates, in a folder of its own. Further arguments are
+# GRPO on a CPU with one process that trains and one that generates. Further arguments are
 # config keys: sh examples/async/cpu.sh steps=10
 set -e
 here=$(cd "$(dirname "$0")" && pwd)

@@ -35,10 +35,11 @@ def main(base_model: str) -> None:
         print(f"step {step + 1}: loss {loss:.4f}", flush=True)
     print("saved as", trainer.save_state("quickstart").result().path)
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt = types.ModelInput.from_ints(ids[:8])
-    params = types.SamplingParams(max_tokens=len(ids) - 8, temperature=0.0)
+    start = ids[: len(ids) // 2]
+    prompt = types.ModelInput.from_ints(start)
+    params = types.SamplingParams(max_tokens=len(ids) - len(start), temperature=0.0)
     sample = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
-    print(f"after {tokenizer.decode(ids[:8])!r}: {tokenizer.decode(sample.sequences[0].tokens)!r}")
+    print(f"after {tokenizer.decode(start)!r}: {tokenizer.decode(sample.sequences[0].tokens)!r}")
 
 
 if __name__ == "__main__":
