@@ -137,7 +137,7 @@ def test_key_changes_the_overlong_penalty(key: str, tmp_path: Path, monkeypatch:
     batch, ones = batch_of([4, 6, 8]), torch.ones(3)
     unpenalized = RewardResult(ones, {}, (), (), (), on_last_token(ones, batch.ragged("response_mask")))
     function = SimpleNamespace(score=lambda batch, decode, begun=None: unpenalized)
-    monkeypatch.setattr("camshaft.trainer.scoring.build_rewards", lambda custom, *_: function)
+    monkeypatch.setattr("camshaft.trainer.scoring.build_rewards", lambda *_, **__: function)
     value, others, observe, before, after = PENALTIES[key.rpartition(".")[2]]
     base = {"reward_model.enable": False, "data.max_response_length": 8, **others}
     for overrides, expected in ((base, before), ({**base, key: value}, after)):
