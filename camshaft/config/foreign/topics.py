@@ -196,8 +196,8 @@ PF_PPO = Topic(
 TRACES = Topic("Traces of rollouts", "Rollouts are not traced with Weave or MLflow.", r"weave|token2text")
 SERVING = Topic(
     "Serving",
-    "camshaft does not serve trained models, and has no chat.",
-    names=("serve", "chat", "deploy", "api", "vllm", "sglang", "ollama"),
+    "camshaft has no server for trained models, and no chat.",
+    names=("chat", "deploy", "api", "vllm", "sglang", "ollama"),
 )
 BENCHMARKS = Topic(
     "Benchmark suites",

@@ -218,11 +218,7 @@ class AsyncTrainingConfig(Section):
         "pipeline",
         "Schedule. pipeline generates whole batches, in an order that no clock decides. stream, in which single rows "
         "overlap, is not implemented yet.",
-        unread=Unread(
-            lambda section: section.max_staleness == 0, "{max_staleness}", "set [max_staleness]=1, or omit the key",
-            harmless=("pipeline",),
-        ),
-    )  # fmt: skip
+    )
     max_staleness: Versions = key(
         0,
         "Number of versions by which the weights that generate a batch may be older than those that train it. A "

@@ -411,9 +411,7 @@ def test_a_topic_is_one_problem(base):
     assert f"The same applies to {A}.profiler.ranks, {A}.profiler.all_ranks." in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "command", ["dpo", "kto", "distill", "push", "prm", "serve", "chat", "vllm", "lm_eval", "pretrain"]
-)
+@pytest.mark.parametrize("command", ["dpo", "kto", "distill", "push", "prm", "chat", "vllm", "lm_eval", "pretrain"])
 def test_a_command_that_does_not_exist_is_answered_with_its_topic(command, capsys):
     from camshaft.cli import main
 

@@ -93,9 +93,3 @@ def test_a_notice_says_what_is_not_corrected(
         assert text not in caplog.text
         load_ppo([*words, one_step, "max_staleness=1", *overrides])
     assert text in caplog.text
-
-
-def test_a_mode_without_staleness_is_a_notice(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        load_ppo([*words, "async_training.mode=pipeline"])
-    assert "async_training.mode" not in caplog.text
