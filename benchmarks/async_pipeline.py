@@ -98,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     headline, _, _, *about = (__doc__ or "").strip().splitlines()
     lines = [f"# {headline}", *about, ""]
-    lines += [f"Machine: {machine()}, {os.cpu_count()} cores."]
+    lines += [f"Machine: {machine()}."]
     for size in arguments.sizes.split(","):
         hidden, layers = map(int, size.split("x"))
         with tempfile.TemporaryDirectory(prefix="camshaft-async-") as name:
