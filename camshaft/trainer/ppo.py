@@ -25,6 +25,7 @@ from camshaft.config.run_folder import number_run
 from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
+from camshaft.errors import ConfigError
 from camshaft.rewards.manager import PendingScores, RewardResult, log_failures
 from camshaft.roles import token_columns
 from camshaft.tracking import Tracking
@@ -94,6 +95,12 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     @contextlib.contextmanager
     def open(cls, config: PPOConfig, extensions: Extensions | None = None) -> Iterator[Self]:
         """Build the parts of a run, and yield its trainer."""
+        staleness = config.async_training.max_staleness
+        if staleness and cls.collect is PPOTrainer.collect:
+            raise ConfigError(
+                f"async_training.max_staleness={staleness}: {cls.__name__} generates and trains in turn; open "
+                "camshaft.trainer.ppo_trainer(config), or derive your class from AsyncPPOTrainer"
+            )
         extensions = extensions or Extensions()
         parts = PPOParts(number_run(config), extensions.reward, extensions.environments)
         with parts, cls(parts, extensions.on_step) as trainer:

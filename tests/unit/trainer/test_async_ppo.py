@@ -16,7 +16,7 @@ from support.ppo_runs import Step, ppo_config, run_ppo
 from support.same_run import ACTOR, RANKS
 
 from camshaft.dataproto import DataProto
-from camshaft.errors import WorkerError
+from camshaft.errors import ConfigError, WorkerError
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer import ppo_trainer
 from camshaft.trainer.metrics import StepMetrics
@@ -196,3 +196,10 @@ def test_a_dead_rollout_is_named_with_what_the_trainer_waited_for(tmp_path: Path
         with pytest.raises(WorkerError, match=rf"rank 0 of 1 of rollout \(process {pid}\) died in ") as caught:
             trainer.fit(tracking)
     assert any("At that time, step 1 " in note for note in caught.value.__notes__)
+
+
+def test_a_trainer_that_generates_in_turn_refuses_stale_batches(tmp_path: Path) -> None:
+    config = ppo_config(tmp_path, {**GRPO, STALENESS: 1})
+    message = r"max_staleness=1: PPOTrainer generates and trains in turn"
+    with pytest.raises(ConfigError, match=message), PPOTrainer.open(config):
+        pass
