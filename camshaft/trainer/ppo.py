@@ -98,8 +98,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         staleness = config.async_training.max_staleness
         if staleness and cls.collect is PPOTrainer.collect:
             raise ConfigError(
-                f"async_training.max_staleness={staleness}: {cls.__name__} generates and trains in turn; open "
-                "camshaft.trainer.ppo_trainer(config), or derive your class from AsyncPPOTrainer"
+                f"{cls.__name__} generates and trains in turn, so it cannot follow async_training.max_staleness="
+                f"{staleness}; open camshaft.trainer.ppo_trainer(config), or derive your class from AsyncPPOTrainer"
             )
         extensions = extensions or Extensions()
         parts = PPOParts(number_run(config), extensions.reward, extensions.environments)

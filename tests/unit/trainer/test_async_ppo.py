@@ -200,6 +200,6 @@ def test_a_dead_rollout_is_named_with_what_the_trainer_waited_for(tmp_path: Path
 
 def test_a_trainer_that_generates_in_turn_refuses_stale_batches(tmp_path: Path) -> None:
     config = ppo_config(tmp_path, {**GRPO, STALENESS: 1})
-    message = r"max_staleness=1: PPOTrainer generates and trains in turn"
+    message = r"PPOTrainer generates and trains in turn, so it cannot follow async_training.max_staleness=1"
     with pytest.raises(ConfigError, match=message), PPOTrainer.open(config):
         pass
