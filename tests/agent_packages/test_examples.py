@@ -6,7 +6,11 @@ make test-agents
 import os
 import runpy
 import shlex
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,51 @@ def test_a_taskset_of_verifiers_equals_the_class(policy: Policy, expected: list[
     environment = shlex.join([f"PATH={VERIFIERS}:{os.environ['PATH']}", *kept])
     command = f"env {environment} python {EXAMPLES}/verifiers/agent.py"
     check_program(command, policy, expected[:3], tmp_path / "output.log")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """Start the example server of OpenEnv, and return its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--app-dir",
+        str(EXAMPLES / "openenv"),
+        "server:app",
+        "--port",
+        str(port),
+    ]
+    with (tmp_path / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(PACKAGES)}, stdout=log, stderr=log)
+    try:
+        limit = time.monotonic() + 120
+        while not is_listening(port):
+            assert process.poll() is None, (tmp_path / "server.log").read_text()
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_an_environment_server_equals_the_class(policy: Policy, expected: list[Episode], server: str) -> None:
+    game = runpy.run_path(str(EXAMPLES / "openenv" / "game.py"))["Game"]
+    played = play(policy.rollout, Host({"": game}, {"url": server}), QUESTIONS, policy.bridge, LIMITS, SAMPLING)
+    for row, episode in zip(played, expected, strict=True):
+        assert row.fault is None
+        assert (row.prompt, row.tokens, row.mask) == (episode.prompt, episode.tokens, episode.mask)
+        assert (row.rewards, row.stop_reason) == (episode.rewards, episode.stop_reason)
+        assert row.log_probs == episode.log_probs
 
 
 def said(turn: Any) -> str:
