@@ -35,7 +35,7 @@ class ServeConfig(Section):
     )
     host: Text = key("127.0.0.1", "Address to listen on. Any other than the loopback address requires keys.")
     port: int = key(8080, "Port to listen on. 0 selects a free one.", ge=0, le=65535)
-    folder: Text = key("served", "Folder of the saved weights, of the server's key and of the log.")
+    folder: Text = key("served", "Folder of the saved weights, of the sessions, of the server's key and of the log.")
     keys: Text | None = key(
         None,
         "File with the digests of further API keys, one `name digest` per line. camshaft serve new_key=NAME adds one.",
@@ -56,11 +56,24 @@ class ServeConfig(Section):
     max_versions: int = key(
         8, "Maximum number of published sets of weights in host memory. Others are kept in `folder`.", ge=1
     )
+    min_free_gb: float = key(
+        1.0, "Free space of the disk of `folder`, in GB, below which commands of models are rejected.", ge=0
+    )
     session_timeout: float = key(
         600.0, "Seconds without a request after which a session ends. Unsaved models are saved as weights/last.", gt=0
     )
     gap_timeout: float = key(300.0, "Seconds for which commands wait for one with a smaller number.", gt=0)
     result_ttl: float = key(600.0, "Seconds for which a result is kept after a client has fetched it.", gt=0)
+    save_every: int = key(
+        20,
+        "Optimizer steps after which the server saves a state of a model, from which it continues after a crash.",
+        ge=1,
+    )
+    replay_tolerance: float = key(
+        0.0,
+        "Maximum difference between the results of a command that is executed again after a crash.",
+        ge=0,
+    )
     seed: int = key(0, "Number from which the seeds of adapters and samples are derived if a client sets none.", ge=0)
 
     def base_models(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,13 +72,13 @@ class StepReport:
 
 
 def _refusing(method: F) -> F:
-    """Return errors of this package instead of raising them."""
+    """Return errors of this package and of files instead of raising them."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
-        except CamshaftError as error:
+        except (CamshaftError, OSError) as error:  # such as a full disk
             return Refusal(str(error))
 
     return call  # pyright: ignore[reportReturnType]
@@ -96,26 +96,26 @@ class ServedModel:
 
 
 class Versions:
-    """Published weights by name. The least recently used ones beyond a limit are in files."""
+    """Published weights by name. The least recently used ones beyond a limit are in files.
+
+    The files of an earlier process are kept, because the name of a version never has other weights.
+    """
 
     def __init__(self, folder: Path, max_in_memory: int):
         self.folder, self.max_in_memory = folder, max_in_memory
-        for leftover in folder.glob("*"):  # of a server that was killed; others remain
+        for leftover in folder.glob("*"):
             storage.remove_unfinished(leftover)
-            with contextlib.suppress(CheckpointError):
-                storage.check_replaceable(leftover, VERSION)
-                storage.remove(leftover)
         self._in_memory: OrderedDict[str, Weights] = OrderedDict()
-        self._in_files: set[str] = set()
+        self._in_files = {path.name for path in folder.glob("*") if _is_version(path)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory or name in self._in_files
 
     def add(self, name: str, weights: Weights) -> None:
         self._in_memory[name] = weights
         while len(self._in_memory) > self.max_in_memory:
             oldest = next(iter(self._in_memory))
-            if oldest not in self._in_files:
-                with storage.new_folder(self._path(oldest), kind=VERSION) as folder:
-                    save_file(self._in_memory[oldest], folder / "model.safetensors")
-                self._in_files.add(oldest)
+            self.write(oldest)
             del self._in_memory[oldest]
 
     def get(self, name: str) -> Weights:
@@ -127,14 +127,32 @@ class Versions:
             raise RolloutError(f"the weights {name} have been released")
         return self._in_memory[name]
 
+    def write(self, name: str) -> None:
+        """Write weights to a file, so that they survive the process."""
+        if name in self._in_memory and name not in self._in_files:
+            with storage.new_folder(self._path(name), kind=VERSION) as folder:
+                save_file(self._in_memory[name], folder / "model.safetensors")
+            self._in_files.add(name)
+
     def remove(self, name: str) -> None:
         self._in_memory.pop(name, None)
         if name in self._in_files:
             self._in_files.discard(name)
             storage.remove(self._path(name))
 
+    def retain(self, names: Collection[str]) -> None:
+        """Remove all weights but these."""
+        for name in {*self._in_memory, *self._in_files}.difference(names):
+            self.remove(name)
+
     def _path(self, name: str) -> Path:
         return self.folder / name
+
+
+def _is_version(folder: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return storage.is_complete(folder) and storage.read_manifest(folder)["facts"].get("kind") == VERSION
+    return False
 
 
 class ServedWorker(Worker):
@@ -295,6 +313,24 @@ class ServedWorker(Worker):
         rollout = self._rollout(base)
         weights = stored_weights(EngineModel(path=base))
         self.versions.add(version, {name: tensor.to(rollout.sync_dtype(name, tensor)) for name, tensor in weights})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def has_version(self, version: str) -> bool:
+        """Return True if published weights are in memory or in a file."""
+        return version in self.versions
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @_refusing
+    def keep_versions(self, versions: Sequence[str]) -> None:
+        """Write published weights to files, so that they survive this process."""
+        for version in versions:
+            self.versions.write(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @_refusing
+    def retain_versions(self, versions: Sequence[str]) -> None:
+        """Free all published weights but these."""
+        self.versions.retain(versions)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @_refusing

@@ -19,6 +19,7 @@ own; nothing in this package touches an engine or a rollout.
     sampling.py      versions of weights, samplers, and batches of requests
     keys.py          API keys
     checkpoints.py   names, paths and folders of saved weights
+    store.py         the log: sessions, commands and results in an SQLite database
     sessions.py      sessions of clients, which own models and samplers
     errors.py        errors of requests and of commands
     process.py       the process of the role, and its restart

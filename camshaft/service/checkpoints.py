@@ -5,26 +5,33 @@
     path, saved = checkpoints.read("tinker://2f9a:train:0/weights/step-20", owner)
 
     served/2f9a/0/weights/step-20.json        what was saved, and the name of its folder; written last, atomically
-    served/2f9a/0/weights/step-20.1/          checkpoint of the engine (engine/checkpoint.py)
+    served/2f9a/0/weights/step-20.TIME/       checkpoint of the engine (engine/checkpoint.py)
+    served/2f9a/0/states/120/                 state of the server's own after command 120
 
 The small file decides which folder has the name, so an overwritten checkpoint is replaced as a whole, and one that is
-being written cannot be seen. Names and ids are checked before they become paths.
+being written cannot be seen. A folder that has lost its name is removed when no sampler uses it. Names and ids are
+checked before they become paths.
 """
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from camshaft import storage
+from camshaft.config.engine import LoRAConfig
 from camshaft.service.errors import CommandError
 
 Kind = Literal["weights", "sampler_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 
 _PATH = re.compile(r"tinker://([\w-]{1,64}):train:(\d{1,9})/(weights|sampler_weights)/([^/]+)")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,127}", re.ASCII)
+_FOLDER = re.compile(r".+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,12 @@ class SavedPath:
             )
         return SavedPath.parse(f"tinker://{model_id}/{kind}/{name}")
 
+    @property
+    def model_id(self) -> str:
+        return f"{self.session}:train:{self.number}"
+
     def __str__(self) -> str:
-        return f"tinker://{self.session}:train:{self.number}/{self.kind}/{self.name}"
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -79,19 +90,46 @@ class Record:
     """True for the state that the server has saved at the end of a session."""
 
 
+def lora_of(record: Record) -> LoRAConfig | None:
+    """Return the adapter of a model; None for rank 0, which trains all weights."""
+    if not record.rank:
+        return None
+    return LoRAConfig(
+        rank=record.rank,
+        alpha=record.alpha,
+        seed=record.seed,
+        train_attn=record.train_attn,
+        train_mlp=record.train_mlp,
+        train_unembed=record.train_unembed,
+    )
+
+
 @dataclass(frozen=True)
 class Saved:
-    """Saved weights: their record, and the folder of the checkpoint."""
+    """Saved weights: their record, and the folder of the checkpoint. Times are those of `time.time`."""
 
     record: Record
     folder: Path
+    number: int | None = None
+    """Number of the command that has saved them; None for the server."""
+    created_at: float = 0.0
+    expires_at: float | None = None
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
 class Checkpoints:
-    """Saved weights of all models, in one folder."""
+    """Saved weights of all models, in one folder. Hold `lock` while a checkpoint is read."""
 
     def __init__(self, root: Path):
         self.root = root
+        self.lock = threading.RLock()
+
+    def states_of(self, model_id: str) -> Path:
+        """Return the folder for the states of a model that the server saves to restore it."""
+        session, _, number = model_id.partition(":train:")
+        return self.root / session / number / "states"
 
     def find(self, path: SavedPath) -> Saved | None:
         """Return what is saved under a path; None if there is nothing."""
@@ -99,7 +137,16 @@ class Checkpoints:
         if text is None:
             return None
         content = json.loads(text)
-        return Saved(Record(**content["record"]), self._parent(path) / content["folder"])
+        record, folder = Record(**content.pop("record")), self._parent(path) / content.pop("folder")
+        saved = Saved(record, folder, **content)
+        return None if saved.expires_at is not None and saved.expires_at <= time.time() else saved
+
+    def get(self, path: SavedPath) -> Saved:
+        """Return what is saved under a path. Raise `CommandError` if there is nothing."""
+        saved = self.find(path)
+        if saved is None:
+            raise CommandError(f"{path}: no weights are saved under this path; check its session and name")
+        return saved
 
     def read(self, text: str, owner: str) -> tuple[SavedPath, Saved]:
         """Return the weights of an owner at a path. Raise `CommandError` if there are none."""
@@ -109,25 +156,74 @@ class Checkpoints:
             raise CommandError(f"{text}: no weights are saved under this path; check its session and name")
         return path, saved
 
-    def write(self, path: SavedPath, record: Record, save: Callable[[str], Any], overwrite: bool) -> None:
-        """Save weights under a path. `save` writes the checkpoint to the folder that it gets."""
-        earlier = self.find(path)
-        if earlier is not None and not overwrite:
-            raise CommandError(f"{path} exists, and saved weights do not change; use another name, or overwrite=True")
-        parent = self._parent(path)
-        storage.make_folder(parent)
-        numbers = [int(entry.name.rpartition(".")[2]) for entry in self._folders(path)]
-        folder = parent / f"{path.name}.{max(numbers, default=0) + 1}"
-        save(str(folder))
-        content = {"folder": folder.name, "record": asdict(record)}
-        storage.write_text(parent, f"{path.name}.json", json.dumps(content, indent=1))
-        if earlier is not None:
-            storage.remove(earlier.folder)
+    def write(
+        self,
+        path: SavedPath,
+        record: Record,
+        save: Callable[[str], Any],
+        overwrite: bool,
+        number: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> None:
+        """Save weights under a path. `save` writes the checkpoint to the folder that it gets.
 
-    def _folders(self, path: SavedPath) -> list[Path]:
-        """Return all folders that a path has had, of which those of interrupted saves may remain."""
-        pattern = re.compile(re.escape(path.name) + r"\.\d+")
-        return [entry for entry in self._parent(path).iterdir() if pattern.fullmatch(entry.name)]
+        A command that is executed again after a crash finds the weights that it has saved under its number.
+        """
+        with self.lock:
+            earlier = self.find(path)
+            if earlier is not None and number is not None and earlier.number == number:
+                return
+            if earlier is not None and not overwrite:
+                raise CommandError(
+                    f"{path} exists, and saved weights do not change; use another name, or overwrite=True"
+                )
+            parent, now = self._parent(path), time.time()
+            storage.make_folder(parent)
+            folder = parent / f"{path.name}.{time.time_ns()}"  # which no earlier one has had
+            save(str(folder))
+            self._name(path, Saved(record, folder, number, now, None if ttl_seconds is None else now + ttl_seconds))
+
+    def set_ttl(self, path: SavedPath, seconds: float | None) -> None:
+        """Let saved weights expire after a time from now, or never."""
+        with self.lock:
+            self._name(path, replace(self.get(path), expires_at=None if seconds is None else time.time() + seconds))
+
+    def remove(self, path: SavedPath) -> None:
+        """Remove the name of saved weights. `sweep` removes their folder."""
+        with self.lock:
+            (self._parent(path) / f"{path.name}.json").unlink(missing_ok=True)
+
+    def sweep(self, used: Collection[str]) -> None:
+        """Remove the weights that have expired or have no name, except those in folders that samplers use."""
+        with self.lock:
+            for parent in self._parents():
+                named = {saved.folder for path in _paths(parent) if (saved := self.find(path)) is not None}
+                for path in _paths(parent):
+                    if self.find(path) is None:
+                        self.remove(path)
+                for folder in parent.iterdir():
+                    if _FOLDER.fullmatch(folder.name) and folder not in named and str(folder) not in used:
+                        storage.remove(folder)
+
+    def all_of(self, owner: str) -> list[tuple[SavedPath, Saved]]:
+        """Return the saved weights of an owner, the newest first."""
+        paths = [path for parent in self._parents() for path in _paths(parent)]
+        found = [(path, saved) for path in paths if (saved := self.find(path)) and saved.record.owner == owner]
+        return sorted(found, key=lambda entry: -entry[1].created_at)
+
+    def _parents(self) -> list[Path]:
+        """Return the folders that contain saved weights."""
+        return [folder for kind in KINDS for folder in self.root.glob(f"*/*/{kind}") if folder.parts[-2].isdecimal()]
+
+    def _name(self, path: SavedPath, saved: Saved) -> None:
+        content = asdict(saved) | {"folder": saved.folder.name}
+        storage.write_text(self._parent(path), f"{path.name}.json", json.dumps(content, indent=1))
 
     def _parent(self, path: SavedPath) -> Path:
         return self.root / path.session / str(path.number) / path.kind
+
+
+def _paths(parent: Path) -> list[SavedPath]:
+    """Return the paths of the weights in a folder."""
+    session, number, kind = parent.parts[-3:]
+    return [SavedPath(session, int(number), kind, file.stem) for file in parent.glob("*.json")]  # pyright: ignore

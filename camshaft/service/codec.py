@@ -9,6 +9,8 @@ column belongs to the prediction of token j. Entry 0 is never predicted. Targets
 that follow.
 """
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from camshaft.algorithms.token_losses import LOSSES, TokenLoss
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.service.errors import CommandError
+from camshaft.service.futures import PROTOBUF, Result
 from camshaft.wire import messages
 
 TARGETS = "target_tokens"
@@ -181,6 +184,27 @@ def write_output(log_probs: Ragged, loss: float) -> Any:
     field.offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes()
     field.dtype = messages.NUMBERS["DTYPE_FLOAT32"]
     return message
+
+
+def difference(first: Result, second: Result) -> float:
+    """Return the largest difference between the numbers of two results of a command; inf if they differ otherwise."""
+    if first.body == second.body:
+        return 0.0
+    if first.has_failed or second.has_failed or first.kind != second.kind:
+        return math.inf
+    one, other = _numbers(first), _numbers(second)
+    if one.shape != other.shape or not len(one):
+        return math.inf
+    return float(np.abs(one - other).max())
+
+
+def _numbers(result: Result) -> np.ndarray:
+    """Return the log-probs and metrics of a forward_backward, or the metrics of another command."""
+    if result.kind != PROTOBUF:
+        return np.array(list(json.loads(result.body).get("metrics", {}).values()), np.float64)
+    message = messages.decode(messages.ForwardBackwardOutput, result.body)
+    fields = [record.fields["logprobs"].data for record in message.loss_fn_outputs]
+    return np.concatenate([np.frombuffer(b"".join(fields), "<f4"), [message.metrics["loss:sum"]]])
 
 
 def write_samples(rows: Sequence[tuple[Any, Any, bool]]) -> Any:

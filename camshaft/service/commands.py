@@ -1,12 +1,15 @@
 """The commands of each model, in the order of their numbers, and the queue that executes them.
 
-    log = CommandLog(queue, gap_timeout=300.0)
-    future = log.submit(number, digest, prepare)      # again with the same body: the same future, executed once
-    queue.start()                                     # executes commands in a thread
+    log = CommandLog("2f9a:train:0", queue, futures, prepare)
+    future = log.submit(number, "optim_step", content)    # again with the same content: the same future
+    queue.start()                                         # executes commands in a thread
 
 A client numbers the commands of a model 1, 2, 3, ... and sends several at once; the SDK sends the first chunk of a
 batch last. A command is queued when all commands with smaller numbers have been queued. The queue executes jobs one
 after the other. Jobs with the same `batch` key, which requests for samples have, are executed together.
+
+A command is in the log of the server (store.py) before its request is answered, and so is its result before a client
+gets it. A server that is started again therefore continues where the log ends.
 """
 
 import hashlib
@@ -16,18 +19,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from camshaft.errors import WorkerError
 from camshaft.service.errors import CommandError, Refused
-from camshaft.service.futures import Future, Result
+from camshaft.service.futures import Future, Futures, Result
+from camshaft.service.store import Entry, Store, abandon_entry, add_entry, session_of, set_result
 
 GATHER_SECONDS = 0.005
 """Time that a batch waits for further requests after the last one."""
 MAX_GATHER_SECONDS = 0.05
 MAX_ROWS = 1024
 """Maximum number of samples of a batch."""
+MAX_ATTEMPTS = 3
+"""Number of times that a job is started if the worker process dies while it runs."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +44,16 @@ class Job:
 
     future: Future
     execute: Callable[[Sequence["Job"]], Sequence[Result]]
-    """Called with this job, or with all jobs of its batch. Return a result for each."""
+    """Called with this job, or with all jobs of its batch. Return a result for each. Called again after a crash of the
+    worker process."""
     argument: Any = None
     batch: Hashable | None = None
     """Jobs with the same key are executed together. None: alone."""
     num_rows: int = 1
+    keeps_content: bool = False
+    """True for a command that is executed again when its model is restored, so that the log keeps its body."""
+    give_up: Callable[[str], Result] | None = None
+    """Called with the reason if the worker process has died in every attempt. Return the result."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ class Command:
 class JobQueue:
     """Jobs of all models and samplers, in the order in which they became ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -66,18 +78,19 @@ class JobQueue:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Execute the jobs that are queued, and end the thread."""
+    def close(self, jobs: Sequence[Job] = ()) -> None:
+        """Execute these jobs in place of those that are queued, which remain in the log, and end the thread."""
         with self._changed:
-            self._is_closed = True
+            self._jobs, self._is_closed = deque(jobs), True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
 
     def put(self, job: Job) -> None:
         with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
+            if not self._is_closed:
+                self._jobs.append(job)
+                self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -86,7 +99,12 @@ class JobQueue:
         while jobs := self._take():
             results = _execute(jobs)
             for job, result in zip(jobs, results, strict=True):
-                job.future.resolve(result)
+                self._deliver(job, result)
+
+    def _deliver(self, job: Job, result: Result) -> None:
+        """Resolve the future of a job when its result is in the log."""
+        entry = () if job.future.key is None else (set_result(job.future, result, job.keeps_content),)
+        self.store.write(*entry, *result.writes, then=lambda: job.future.resolve(result))
 
     def _take(self) -> list[Job]:
         """Wait for the next job, and return it with the others of its batch. Return nothing after `close`."""
@@ -117,17 +135,32 @@ class JobQueue:
 
 def _execute(jobs: Sequence[Job]) -> Sequence[Result]:
     """Return a result for each job. An error is the result of all of them."""
+    reason = ""
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            return jobs[0].execute(jobs)
+        except WorkerError as error:
+            logger.error("%s", error)
+            reason = f"{error}".partition("\n")[0]
+        except Exception as error:
+            return [failure_of(error)] * len(jobs)
+    reason = f"the worker process ended in each of {MAX_ATTEMPTS} attempts: {reason}"
+    return [_give_up(job, reason) for job in jobs]
+
+
+def _give_up(job: Job, reason: str) -> Result:
     try:
-        return jobs[0].execute(jobs)
-    except CommandError as error:
-        failure = Result.of_error("user", str(error))
-    except WorkerError as error:
-        logger.error("%s", error)
-        failure = Result.of_error("server", str(error).partition("\n")[0])
+        return Result.of_error("server", reason) if job.give_up is None else job.give_up(reason)
     except Exception as error:
-        logger.exception("a command failed")
-        failure = Result.of_error("server", f"{type(error).__name__}: {error}; the log of the server has the traceback")
-    return [failure] * len(jobs)
+        return failure_of(error)
+
+
+def failure_of(error: Exception) -> Result:
+    """Return the result of a command that has raised an error."""
+    if isinstance(error, CommandError):
+        return Result.of_error("user", str(error))
+    logger.error("a command failed", exc_info=error)
+    return Result.of_error("server", f"{type(error).__name__}: {error}; the log of the server has the traceback")
 
 
 class Repetitions:
@@ -136,28 +169,28 @@ class Repetitions:
     def __init__(self, subject: str):
         self.subject = subject
         """Name of a request in errors, such as "command"."""
-        self._accepted: dict[int, tuple[bytes, Any]] = {}
+        self._accepted: dict[int, tuple[bytes, Future]] = {}
 
-    def find(self, number: int, digest: bytes) -> Any:
-        """Return what the request got, or None for a new number. Raise `Refused` if its body was another one."""
+    def find(self, number: int, digest: bytes) -> Future | None:
+        """Return the future of the request, or None for a new number. Raise `Refused` if its body was another one."""
         if number not in self._accepted:
             return None
-        known, value = self._accepted[number]
+        known, future = self._accepted[number]
         if known != digest:
             raise Refused(
                 f"{self.subject} {number} was already sent with another body, which has been accepted; use a new number"
             )
-        return value
+        return future
 
-    def add(self, number: int, digest: bytes, value: Any) -> None:
-        self._accepted[number] = digest, value
+    def add(self, number: int, digest: bytes, future: Future) -> None:
+        self._accepted[number] = digest, future
 
 
 class CommandLog:
     """Commands of one model. Methods are called from several threads."""
 
-    def __init__(self, queue: JobQueue, gap_timeout: float):
-        self.queue, self.gap_timeout = queue, gap_timeout
+    def __init__(self, subject: str, queue: JobQueue, futures: Futures, prepare: Callable[[Entry, Future], Command]):
+        self.subject, self.queue, self.futures, self.prepare = subject, queue, futures, prepare
         self._repetitions = Repetitions("command")
         self._waiting: dict[int, Command] = {}
         self._next = 1
@@ -165,53 +198,84 @@ class CommandLog:
         self._waiting_since = 0.0
         self._lock = threading.Lock()
 
-    def submit(self, number: int, digest: bytes, prepare: Callable[[], Command]) -> Future:
-        """Accept a command and return its future. `prepare` is called for a new one."""
+    def submit(self, number: int, kind: str, content: bytes, admit: Callable[[], None] = lambda: None) -> Future:
+        """Accept a command, and return its future when it is in the log. `admit` may refuse a new one."""
         if number < 1:
             raise Refused(f"seq_id={number}: the commands of a model are numbered from 1; send seq_id")
+        digest = digest_of(kind, content)
         with self._lock:
             future = self._repetitions.find(number, digest)
-            if future is not None:
-                return future
-            if number < self._next:
-                raise Refused(
-                    f"command {number} came after those that waited for it had been given up; they have failed, so "
-                    "send it with a new number"
-                )
-            command = prepare()
-            self._repetitions.add(number, digest, command.job.future)
-            if not self._waiting:
-                self._waiting_since = time.monotonic()
-            self._waiting[number] = command
-            while self._next in self._waiting:
-                self.queue.put(self._waiting.pop(self._next).job)
-                self._next += 1
-                self._waiting_since = time.monotonic()
-            return command.job.future
+            if future is None:
+                if number < self._next:
+                    raise Refused(
+                        f"command {number} came after those that waited for it had been given up; they have failed, so "
+                        "send it with a new number"
+                    )
+                admit()
+                future = self.futures.create(session_of(self.subject), (self.subject, number))
+                entry = Entry(self.subject, number, kind, digest, future.identifier, content)
+                self.queue.store.write(add_entry(entry))
+                self._accept(entry, future)
+        self.queue.store.flush()
+        return future
 
-    def end_gap(self) -> None:
+    def restore(self, entry: Entry) -> None:
+        """Add an entry of the log after a restart. Entries are added in the order of their numbers."""
+        future = restore_future(self.futures, entry)
+        if entry.result is None and entry.abandoned is None:
+            self._accept(entry, future)
+            return
+        self._repetitions.add(entry.number, entry.digest, future)
+        self._next = entry.number + 1
+        if entry.result is None:
+            self._abandon(self.prepare(entry, future), f"{entry.abandoned}")
+
+    def _accept(self, entry: Entry, future: Future) -> None:
+        """Queue a command, and those that have waited for it, or let it wait for an earlier one."""
+        self._repetitions.add(entry.number, entry.digest, future)
+        if not self._waiting:
+            self._waiting_since = time.monotonic()
+        self._waiting[entry.number] = self.prepare(entry, future)
+        while self._next in self._waiting:
+            self.queue.put(self._waiting.pop(self._next).job)
+            self._next += 1
+            self._waiting_since = time.monotonic()
+
+    def end_gap(self, gap_timeout: float) -> None:
         """Fail the commands that wait for a number that has not arrived within the time limit."""
         with self._lock:
-            if not self._waiting or time.monotonic() < self._waiting_since + self.gap_timeout:
+            if not self._waiting or time.monotonic() < self._waiting_since + gap_timeout:
                 return
             missing, numbers = self._next, sorted(self._waiting)
             reason = (
-                f"command {missing} of this model did not arrive within {self.gap_timeout:g} s (gap_timeout), so "
+                f"command {missing} of this model did not arrive within {gap_timeout:g} s (gap_timeout), so "
                 f"{'commands' if len(numbers) > 1 else 'command'} {', '.join(map(str, numbers))}, which waited for it, "
                 "failed and changed nothing; send them again with new numbers"
             )
             logger.warning("%s", reason)
+            self.queue.store.write(*(abandon_entry(self.subject, number, reason) for number in numbers))
             for number in numbers:
-                command = self._waiting.pop(number)
-                self.queue.put(Job(command.job.future, lambda _, command=command: [command.abandon(reason)]))
+                self._abandon(self._waiting.pop(number), reason)
             self._next = numbers[-1] + 1
 
-
-def digest_json(path: str, body: Any) -> bytes:
-    """Return the digest of a JSON request, which does not depend on the order of its fields."""
-    return hashlib.sha256(path.encode() + b"\0" + json.dumps(body, sort_keys=True).encode()).digest()
+    def _abandon(self, command: Command, reason: str) -> None:
+        self.queue.put(replace(command.job, execute=lambda _: [command.abandon(reason)]))
 
 
-def digest_message(path: str, message: Any) -> bytes:
-    """Return the digest of a protobuf request, which does not depend on the order of its maps."""
-    return hashlib.sha256(path.encode() + b"\0" + message.SerializeToString(deterministic=True)).digest()
+def restore_future(futures: Futures, entry: Entry) -> Future:
+    """Create the future of an entry of the log, with its result if it has one."""
+    future = futures.create(session_of(entry.subject), (entry.subject, entry.number), entry.future)
+    if entry.result is not None:
+        future.resolve(entry.result)
+        future.is_expired = entry.is_expired
+    return future
+
+
+def write_json(body: Any) -> bytes:
+    """Return a body of JSON as bytes that do not depend on the order of its fields."""
+    return json.dumps(asdict(body), sort_keys=True).encode()
+
+
+def digest_of(kind: str, content: bytes) -> bytes:
+    """Return the digest by which a repeated request is recognized."""
+    return hashlib.sha256(kind.encode() + b"\0" + content).digest()

@@ -1,7 +1,7 @@
 """Results of commands, which clients fetch with long polls.
 
-future = futures.create(session)
-future.resolve(Result.of_json({"path": path}))         # or future.fail("user", "datum 3: ...")
+future = futures.create(session, ("2f9a:train:0", 7))
+future.resolve(Result.of_json({"path": path}))
 futures.find(identifier).wait(20.0)                    # None while it is pending
 """
 
@@ -10,10 +10,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Category = Literal["user", "server"]
+
+Statement = tuple[str, tuple[Any, ...]]
+"""Statement of SQL, and its values."""
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -26,6 +29,8 @@ class Result:
     body: bytes
     kind: str = JSON
     has_failed: bool = False
+    writes: tuple[Statement, ...] = field(default=(), compare=False)
+    """What is added to the log together with the result."""
 
     @staticmethod
     def of_json(value: dict[str, Any]) -> "Result":
@@ -44,11 +49,14 @@ class Result:
 class Future:
     """The result of one command, or of one request for samples."""
 
-    def __init__(self, session: str):
-        self.identifier = secrets.token_hex(16)
+    def __init__(self, session: str, key: tuple[str, int] | None = None, identifier: str | None = None):
+        self.identifier = identifier or secrets.token_hex(16)
         self.session = session
+        self.key = key
+        """Model or sampler, and number, of its entry in the log. None for the server's own jobs."""
         self.fetched_at: float | None = None
         """Time of the first answer with the result (`time.monotonic`)."""
+        self.is_expired = False
         self._result: Result | None = None
         self._is_done = threading.Event()
 
@@ -61,9 +69,6 @@ class Future:
         self._result = result
         self._is_done.set()
 
-    def fail(self, category: Category, message: str) -> None:
-        self.resolve(Result.of_error(category, message))
-
     def wait(self, seconds: float) -> Result | None:
         """Return the result, or None if it is still pending after `seconds`."""
         self._is_done.wait(seconds)
@@ -71,11 +76,13 @@ class Future:
             self.fetched_at = time.monotonic()
         return self._result
 
-    def expire(self, seconds: float) -> None:
-        """Forget the result if a client has fetched it more than `seconds` ago."""
-        if self.fetched_at is not None and time.monotonic() - self.fetched_at > seconds:
-            message = f"this result was fetched more than {seconds:g} s ago (result_ttl) and is not kept any longer"
-            self._result = Result.of_error("user", message)
+    def expire(self, seconds: float) -> Result | None:
+        """Replace the result by an error if a client has fetched it more than `seconds` ago. Return the error."""
+        if self.is_expired or self.fetched_at is None or time.monotonic() - self.fetched_at <= seconds:
+            return None
+        message = f"this result was fetched more than {seconds:g} s ago (result_ttl) and is not kept any longer"
+        self._result, self.is_expired = Result.of_error("user", message), True
+        return self._result
 
 
 class Futures:
@@ -85,8 +92,8 @@ class Futures:
         self._futures: dict[str, Future] = {}
         self._lock = threading.Lock()
 
-    def create(self, session: str) -> Future:
-        future = Future(session)
+    def create(self, session: str, key: tuple[str, int] | None = None, identifier: str | None = None) -> Future:
+        future = Future(session, key, identifier)
         with self._lock:
             self._futures[future.identifier] = future
         return future
@@ -99,12 +106,11 @@ class Futures:
         with self._lock:
             return sum(future.is_pending for future in self._futures.values() if future.session == session)
 
-    def expire(self, seconds: float) -> None:
-        """Forget the results that clients have fetched more than `seconds` ago."""
+    def expire(self, seconds: float) -> list[tuple[Future, Result]]:
+        """Forget the results that clients have fetched more than `seconds` ago. Return their futures, with errors."""
         with self._lock:
             futures = list(self._futures.values())
-        for future in futures:
-            future.expire(seconds)
+        return [(future, error) for future in futures if (error := future.expire(seconds)) is not None]
 
     def forget(self, is_obsolete: Callable[[Future], bool]) -> None:
         """Forget the futures for which the predicate is true. Pending ones still run."""

@@ -4,7 +4,7 @@
         role.call("create", "s:train:0", "models/tiny", None, 0)
 
 Calls come from one thread. A `Refusal` of the role is raised as `CommandError`. After a crash, `generation` is another
-number: the models and versions of earlier generations are lost.
+number: the models of earlier generations are lost, and the versions that are not in files.
 """
 
 from types import TracebackType
@@ -21,8 +21,8 @@ from camshaft.service.errors import CommandError
 class RoleProcess:
     """A `ServedWorker` in a process of its own."""
 
-    def __init__(self, config: ServeConfig):
-        self.config = config
+    def __init__(self, config: ServeConfig, worker: type[ServedWorker] = ServedWorker):
+        self.config, self.worker = config, worker
         self.generation = 0
         self._pool: Pool | None = None
         self._role: Any = None
@@ -52,8 +52,8 @@ class RoleProcess:
 
     def _start(self) -> None:
         spec = PoolSpec("worker", device=self.config.device, roles=("served",))
-        self._pool = process_pool(spec, Options(preload=(ServedWorker.__module__,), import_main=False))
-        self._role = spawn(ServedWorker, self.config, pool=self._pool, name="served")
+        self._pool = process_pool(spec, Options(preload=(self.worker.__module__,), import_main=False))
+        self._role = spawn(self.worker, self.config, pool=self._pool, name="served")
 
     def _stop(self) -> None:
         if self._pool is not None:

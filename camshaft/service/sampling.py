@@ -1,27 +1,31 @@
 """Versions of weights, samplers, and batches of requests for samples.
 
-    version = Version(role, "models/tiny")            # `is_base`, `saved` or `was_published` says where its weights are
+    version = versions.of_base("models/tiny")          # or of_saved, or of_model
     sampler = Sampler("s:sample:3", version, "models/tiny", limits, server_seed)
     queue.put(sampler.job(future, request))
 
 A version never changes, so a sampler keeps its weights while its model is trained. Requests with the same version and
 the same options are one batch, from all samplers. The random numbers of a sample depend only on its seed; the rest of
 its batch changes log-probs by rounding errors.
+
+The worker process has the weights of a version in memory or in a file. If it has lost them, they are read from the
+model folder or from a checkpoint, or the model that has published them is restored.
 """
 
 import hashlib
-import secrets
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from camshaft.config.engine import LoRAConfig
 from camshaft.dataproto import Ragged
-from camshaft.errors import RolloutError, WorkerError
+from camshaft.errors import RolloutError
 from camshaft.rollout import SamplingParams
 from camshaft.service import codec
-from camshaft.service.checkpoints import SavedPath
+from camshaft.service.checkpoints import Checkpoints, Saved, SavedPath, lora_of
 from camshaft.service.commands import MAX_ROWS, Job, Repetitions
 from camshaft.service.errors import CommandError
 from camshaft.service.futures import Future, Result
@@ -34,48 +38,116 @@ UNSUPPORTED = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprob
 MAX_SEED = 2**62
 
 
+@dataclass(frozen=True)
+class Source:
+    """Origin of the weights of a version: a model folder, a saved path, or a command of a model."""
+
+    base_folder: str
+    """Folder of the base model."""
+    path: str | None = None
+    saved_folder: str | None = None
+    lora: LoRAConfig | None = None
+    """Adapter of the saved weights."""
+    model_id: str | None = None
+    number: int = 0
+
+    def to_json(self) -> str:
+        lora = None if self.lora is None else self.lora.model_dump(mode="json")
+        return json.dumps(vars(self) | {"lora": lora})
+
+    @staticmethod
+    def from_json(text: str) -> "Source":
+        values = json.loads(text)
+        lora = values.pop("lora")
+        return Source(lora=None if lora is None else LoRAConfig(**lora), **values)
+
+    @property
+    def identifier(self) -> str:
+        """Name of the weights in the worker process and of their file."""
+        values = (self.base_folder, self.saved_folder) if self.model_id is None else (self.model_id, self.number)
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
 class Version:
     """Weights that samplers use, in the role."""
 
-    def __init__(self, role: RoleProcess, folder: str):
-        self.role, self.folder = role, folder
-        self.identifier = secrets.token_hex(8)
-        self.path: SavedPath | None = None
-        """Path under which the weights are saved."""
-        self.saved: tuple[str, LoRAConfig | None] | None = None
-        """Folder and adapter of a checkpoint from which the weights are read when they are needed."""
-        self.is_base = False
-        """True for the weights of the model folder."""
+    def __init__(self, role: RoleProcess, source: Source, rebuild: Callable[[str], None]):
+        """`rebuild` restores a model, which publishes its weights again."""
+        self.role, self.source, self.rebuild = role, source, rebuild
+        self.identifier, self.folder = source.identifier, source.base_folder
+        self.publisher = source.model_id
+        """Model that has published the weights."""
         self._generation: int | None = None
         """Generation of the worker process that has the weights."""
 
     def was_published(self) -> None:
         self._generation = self.role.generation
 
-    def is_usable(self) -> bool:
-        return self._generation == self.role.generation
-
     def prepare(self) -> None:
-        """Publish the weights in the role, unless they are. Raise WorkerError if they were lost with an earlier one."""
-        if self.is_usable():
+        """Publish the weights in the role, unless they are."""
+        if self._generation == self.role.generation:
             return
-        if self.is_base:
-            self.role.call("publish_base", self.folder, self.identifier)
-        elif self.saved is not None:
-            folder, lora = self.saved
-            self.role.call("publish_checkpoint", self.folder, lora, folder, self.identifier)
-        else:
-            raise WorkerError(
-                "the weights of this sampler were lost when the worker process died; save weights under a name to keep "
-                "them, or create a sampler of a new model"
-            )
+        source = self.source
+        if not self.role.call("has_version", self.identifier):
+            if source.model_id is not None:
+                self.rebuild(source.model_id)
+            elif source.saved_folder is not None:
+                self.role.call("publish_checkpoint", self.folder, source.lora, source.saved_folder, self.identifier)
+            else:
+                self.role.call("publish_base", self.folder, self.identifier)
         self.was_published()
 
     def forget(self) -> None:
         """Free the weights."""
-        if self.is_usable():
-            self.role.call("forget_version", self.identifier)
+        self.role.call("forget_version", self.identifier)
         self._generation = None
+
+
+class Versions:
+    """The versions of a server. Methods are called from several threads."""
+
+    def __init__(self, role: RoleProcess, checkpoints: Checkpoints, rebuild: Callable[[str], None]):
+        self.role, self.checkpoints, self.rebuild = role, checkpoints, rebuild
+        self._versions: dict[str, Version] = {}
+        self._lock = threading.Lock()
+
+    def of_base(self, folder: str) -> Version:
+        """Return the weights of a model folder."""
+        return self.restore(Source(folder))
+
+    def of_saved(self, path: SavedPath, saved: Saved, base_folder: str, publisher: str | None = None) -> Version:
+        """Return the weights of a checkpoint, which are read when they are sampled unless a model publishes them."""
+        version = self.restore(Source(base_folder, str(path), str(saved.folder), lora_of(saved.record)))
+        version.publisher = version.publisher or publisher
+        return version
+
+    def of_model(self, model_id: str, number: int, base_folder: str) -> Version:
+        """Return the weights that a command of a model publishes."""
+        return self.restore(Source(base_folder, model_id=model_id, number=number))
+
+    def restore(self, source: Source) -> Version:
+        """Return the weights of a source."""
+        with self._lock:
+            if source.identifier not in self._versions:
+                self._versions[source.identifier] = Version(self.role, source, self.rebuild)
+            return self._versions[source.identifier]
+
+    def find(self, model_id: str, number: int) -> Version | None:
+        return self._versions.get(Source("", model_id=model_id, number=number).identifier)
+
+    def published_by(self, model_id: str) -> list[Version]:
+        with self._lock:
+            return [version for version in self._versions.values() if version.publisher == model_id]
+
+    def identifiers(self) -> list[str]:
+        with self._lock:
+            return list(self._versions)
+
+    def forget(self, version: Version) -> None:
+        """Free the weights of a version that is not used any more."""
+        with self._lock:
+            self._versions.pop(version.identifier, None)
+        version.forget()
 
 
 @dataclass(frozen=True)

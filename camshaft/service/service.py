@@ -8,13 +8,17 @@
 
 The argument `owner` is the name of the key of the request. Methods of several threads run at the same time, and only
 the thread of the queue calls the role.
+
+A new service continues with the sessions, models, samplers, commands and results of the log in its folder. `close`
+keeps them.
 """
 
+import json
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,17 +26,30 @@ from typing import Any
 from camshaft.config.serve import ServeConfig
 from camshaft.service import codec
 from camshaft.service.checkpoints import Checkpoints, Record
-from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_json, digest_message
+from camshaft.service.commands import Job, JobQueue, digest_of, restore_future, write_json
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
-from camshaft.service.models import Model, ModelFacts, lora_of
+from camshaft.service.models import Creation, Model, ModelFacts, Parts
 from camshaft.service.process import RoleProcess
-from camshaft.service.sampling import Sampler, Version
+from camshaft.service.sampling import Sampler, Source, Version, Versions
 from camshaft.service.sessions import Session, Sessions, check_owner, check_sdk
+from camshaft.service.store import (
+    LOG,
+    Entry,
+    Store,
+    add_entry,
+    add_sampler,
+    add_session,
+    expire_result,
+    remove_session,
+    session_of,
+)
 from camshaft.wire import schemas
 
 SWEEP_SECONDS = 0.5
 """Interval at which sessions, gaps and results are checked against their time limits."""
+CHECKPOINT_SECONDS = 15.0
+"""Interval at which saved weights are checked against their time to live."""
 SILENT_SECONDS = 30.0
 """Time without a heartbeat, of which the SDK sends one every 10 s, after which a session may make room for another."""
 FINISH_SECONDS = 20.0
@@ -49,33 +66,91 @@ class Service:
         self.config, self.role = config, role
         self.bases = config.base_models()
         self.limits = {name: self._limits_of(folder) for name, folder in self.bases.items()}
-        self.queue, self.futures, self.sessions = JobQueue(), Futures(), Sessions()
-        self.checkpoints = Checkpoints(Path(config.folder).absolute())
-        self._base_versions: dict[str, Version] = {}
-        self._saved_versions: dict[str, Version] = {}
-        """Version of each folder of saved weights that has been sampled."""
-        self._lock = threading.Lock()
+        folder = Path(config.folder).absolute()
+        self.store, self.checkpoints = Store(folder / LOG), Checkpoints(folder)
+        self.queue, self.futures, self.sessions = JobQueue(self.store), Futures(), Sessions()
+        self.versions = Versions(role, self.checkpoints, self._rebuild)
+        self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
         self._is_closed = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="sessions", daemon=True)
+        self._restore()
 
     def start(self) -> None:
         self.queue.start()
         self._sweeper.start()
 
     def close(self) -> None:
-        """End all sessions, which saves their models, and wait until this is done."""
+        """Save the models of all sessions, and wait until this is done. The sessions remain in the log."""
         self._is_closed.set()
         self._sweeper.join()
-        for session in self.sessions:
-            self._end(session)
-        self.queue.close()
+        models = [model for session in self.sessions for model in session.models.values()]
+        self.queue.close([model.suspend(Future("")) for model in models])
+        self.store.close()
+
+    # -- restarts ---------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Continue with what is in the log."""
+        for identifier, owner in self.store.sessions():
+            self.sessions.add(Session(owner, identifier))
+        for session_id, number, base_model, source in self.store.samplers():
+            if base_model in self.bases:
+                version = self.versions.restore(Source.from_json(source))
+                self._add_sampler(self.sessions.get(session_id), number, version, base_model)
+        for entry in self.store.entries():
+            session = self.sessions.get(session_of(entry.subject))
+            _, kind, number = entry.subject.split(":")
+            if kind == "sample":
+                self._restore_sample(session.samplers.get(int(number)), entry)
+            elif entry.number == 0:
+                self._restore_model(session, int(number), entry)
+            elif (model := session.models.get(int(number))) is not None:
+                model.log.restore(entry)
+        used = self.versions.identifiers()
+        if len(self.sessions):
+            logger.info("%d sessions are restored from %s", len(self.sessions), self.store.path)
+        self.queue.put(Job(Future(""), lambda _: [self._retain(used)]))
+
+    def _retain(self, used: list[str]) -> Result:
+        """Remove the files of weights that no sampler uses, which a killed server has left behind."""
+        self.role.call("retain_versions", used)
+        return Result.of_json({})
+
+    def _restore_sample(self, sampler: Sampler | None, entry: Entry) -> None:
+        if sampler is None:
+            return
+        future = restore_future(self.futures, entry)
+        sampler.repetitions.add(entry.number, entry.digest, future)
+        if entry.result is None:
+            self.queue.put(sampler.job(future, schemas.read(schemas.Sample, json.loads(entry.content or b""))[0]))
+
+    def _restore_model(self, session: Session, number: int, entry: Entry) -> None:
+        creation = Creation.read(entry.content or b"")
+        if creation.record.base_model not in self.bases:
+            logger.warning("%s needs the base model %s, which is not served", entry.subject, creation.record.base_model)
+            return
+        model, future = self._new_model(session, number, creation), restore_future(self.futures, entry)
+        session.models[number] = model
+        session.creations.add(number, entry.digest, future)
+        if entry.result is None:
+            self.queue.put(model.create(future))
+        else:
+            model.was_created(json.loads(entry.result.body)["error"] if entry.result.has_failed else None)
+
+    def _rebuild(self, model_id: str) -> None:
+        """Restore a model, which publishes its weights again."""
+        session, _, number = model_id.partition(":train:")
+        self.sessions.get(session).models[int(number)].ensure_current()
 
     # -- sessions ---------------------------------------------------------------------------------
 
     def create_session(self, owner: str, body: schemas.CreateSession) -> dict[str, Any]:
         """Open a session. The SDK prints its messages, which name all that differs from the hosted service."""
         warning = check_sdk(body.sdk_version)
-        session = self.sessions.open(owner)
+        session = Session(owner)
+        self.store.write(add_session(session.identifier, owner))
+        self.store.flush()
+        self.sessions.add(session)
         logger.info("session %s of key %s, tinker %s", session.identifier, owner, body.sdk_version or "unknown")
         return {
             "type": "create_session",
@@ -99,7 +174,7 @@ class Service:
         sentences = ["camshaft serve trains and samples on this server; links to a console lead to the hosted service."]
         if tied:
             sentences.append(f"train_unembed=True: {', '.join(tied)} ties its embeddings; the head gets no adapter.")
-        sentences.append(f"LoRA adapters have lora_alpha={self.config.lora_alpha:g}. ttl_seconds is not applied.")
+        sentences.append(f"LoRA adapters have lora_alpha={self.config.lora_alpha:g}.")
         return " ".join(sentences)
 
     def _is_tied(self, name: str) -> bool:
@@ -114,22 +189,26 @@ class Service:
         with session.lock:
             for model in session.models.values():
                 self.queue.put(model.end(Future(session.identifier)))
-            versions = {sampler.version for sampler in session.samplers.values()}
-            versions |= {model.version for model in session.models.values() if model.version is not None}
-        self.queue.put(Job(end, lambda _: [self._forget_versions(versions)]))
+        self.queue.put(Job(end, lambda _: [self._forget(session)]))
         self.futures.forget(lambda future: future.session == session.identifier)
         logger.info("session %s has ended", session.identifier)
         return end
 
-    def _forget_versions(self, versions: set[Version]) -> Result:
-        """Free the weights that no sampler uses any more."""
-        used = {sampler.version for session in self.sessions for sampler in session.samplers.values()}
-        used |= {model.version for session in self.sessions for model in session.models.values() if model.version}
-        for version in versions - used:
-            version.forget()
-        return Result.of_json({})
+    def _forget(self, session: Session) -> Result:
+        """Free the weights that no sampler uses any more, and forget the session in the log."""
+        versions = {sampler.version for sampler in session.samplers.values()}
+        for model in session.models.values():
+            versions.update(self.versions.published_by(model.identifier))
+            model.remove_states()
+        for version in versions - self._used_versions():
+            self.versions.forget(version)
+        return Result(b"{}", writes=remove_session(session.identifier))
+
+    def _used_versions(self) -> set[Version]:
+        return {sampler.version for session in self.sessions for sampler in list(session.samplers.values())}
 
     def _sweep(self) -> None:
+        swept_at = time.monotonic()
         while not self._is_closed.wait(SWEEP_SECONDS):
             now = time.monotonic()
             for session in self.sessions:
@@ -137,8 +216,22 @@ class Service:
                     logger.warning("session %s sent no heartbeat for %g s", session.identifier, now - session.seen_at)
                     self._end(session)
                 for model in list(session.models.values()):
-                    model.log.end_gap()
-            self.futures.expire(self.config.result_ttl)
+                    model.log.end_gap(self.config.gap_timeout)
+            for future, error in self.futures.expire(self.config.result_ttl):
+                if future.key is not None:
+                    self.store.write(expire_result(future, error))
+            if now - swept_at > CHECKPOINT_SECONDS:
+                swept_at = now
+                self.sweep_checkpoints()
+
+    def sweep_checkpoints(self) -> None:
+        """Remove saved weights that have expired, unless a sampler uses them."""
+        used = {f"{version.source.saved_folder}" for version in self._used_versions()}
+        if self.checkpoints.lock.acquire(blocking=False):  # otherwise weights are being saved; the next time
+            try:
+                self.checkpoints.sweep(used)
+            finally:
+                self.checkpoints.lock.release()
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -161,32 +254,32 @@ class Service:
         if settings.rank and not any(groups.values()):
             raise Refused("lora_config trains no group of layers; set train_attn, train_mlp or train_unembed")
         record = Record(body.base_model, owner, settings.rank, self.config.lora_alpha, seed, **groups)
-        digest = digest_json("create_model", vars(body) | {"lora_config": vars(settings), "optimizer_config": None})
-        return self._open_model(session, body.model_seq_id, record, digest, lambda model, future: model.create(future))
+        digest = digest_of("create_model", write_json(body))
+        return self._open_model(session, body.model_seq_id, Creation(record), digest)
 
-    def _open_model(
-        self,
-        session: Session,
-        number: int,
-        record: Record,
-        digest: bytes,
-        create: Callable[[Model, Future], Job],
-    ) -> dict[str, Any]:
+    def _open_model(self, session: Session, number: int, creation: Creation, digest: bytes) -> dict[str, Any]:
         """Create a model with a number in its session, unless the same request has done so."""
-        identifier = f"{session.identifier}:train:{number}"
         with session.lock:
             future = session.creations.find(number, digest)
+            model_id = f"{session.identifier}:train:{number}"
             if future is None:
                 self._make_room()
-                folder = self.bases[record.base_model]
-                facts = ModelFacts(identifier, folder, record, self.limits[record.base_model])
-                log = CommandLog(self.queue, self.config.gap_timeout)
-                model = Model(facts, self.role, log, self.checkpoints)
-                future = self.futures.create(session.identifier)
-                session.models[number] = model
+                self._check_disk()
+                session.models[number] = model = self._new_model(session, number, creation)
+                future = self.futures.create(session.identifier, (model_id, 0))
+                kind = "create_model" if creation.path is None else "load_weights"
+                self.store.write(add_entry(Entry(model_id, 0, kind, digest, future.identifier, write_json(creation))))
                 session.creations.add(number, digest, future)
-                self.queue.put(create(model, future))
-        return {"request_id": future.identifier, "model_id": identifier}
+                self.queue.put(model.create(future))
+        self.store.flush()
+        return {"request_id": future.identifier, "model_id": model_id}
+
+    def _new_model(self, session: Session, number: int, creation: Creation) -> Model:
+        base = creation.record.base_model
+        facts = ModelFacts(f"{session.identifier}:train:{number}", self.bases[base], creation, self.limits[base])
+        return Model(
+            facts, self.parts, lambda number, version: self._add_sampler(session, number, version, base).identifier
+        )
 
     def _make_room(self) -> None:
         """End silent sessions if there are too many models. Raise `Refused` if that is not enough."""
@@ -219,41 +312,21 @@ class Service:
 
     def submit_training(self, owner: str, request: Any) -> dict[str, Any]:
         """Submit a `ForwardBackwardRequest`."""
-        digest = digest_message("forward_backward", request)
-        return self._submit(
-            owner, request.model_id, request.seq_id, digest, lambda model, future: model.train(future, request)
-        )
+        content = request.SerializeToString(deterministic=True)
+        return self._submit(owner, request.model_id, request.seq_id, "forward_backward", content)
 
     def submit_step(self, owner: str, body: schemas.OptimStep) -> dict[str, Any]:
         if body.optimizer_params is not None or body.adam_params is None:
             raise Refused("optim_step: this server has AdamW only; pass AdamParams")
-        settings = body.adam_params
-        digest = digest_json("optim_step", vars(settings))
-        return self._submit(
-            owner, body.model_id, body.seq_id, digest, lambda model, future: model.step(future, settings)
-        )
+        return self._submit(owner, body.model_id, body.seq_id, "optim_step", write_json(body))
 
     def submit_save(self, owner: str, body: schemas.SaveWeights) -> dict[str, Any]:
-        digest = digest_json("save_weights", vars(body))
-        return self._submit(
-            owner,
-            body.model_id,
-            body.seq_id,
-            digest,
-            lambda model, future: model.save(future, body.path, body.overwrite),
-        )
+        return self._submit(owner, body.model_id, body.seq_id, "save_weights", write_json(body))
 
     def submit_load(self, owner: str, body: schemas.LoadWeights) -> dict[str, Any]:
         """Load weights into a model, or create a model from them."""
-        digest = digest_json("load_weights", vars(body) | {"optimizer_config": None})
         if body.model_id is not None and body.seq_id is not None:
-            return self._submit(
-                owner,
-                body.model_id,
-                body.seq_id,
-                digest,
-                lambda model, future: model.load(future, body.path, body.optimizer),
-            )
+            return self._submit(owner, body.model_id, body.seq_id, "load_weights", write_json(body))
         if body.session_id is None or body.model_seq_id is None:
             raise Refused("load_weights requires model_id and seq_id, or session_id and model_seq_id")
         session = self.sessions.find(body.session_id, owner)
@@ -263,58 +336,28 @@ class Service:
         except CommandError as error:
             raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
         self._check_base(saved.record.base_model)
-        return self._open_model(
-            session,
-            body.model_seq_id,
-            saved.record,
-            digest,
-            lambda model, future: model.create(future, path, body.optimizer),
-        )
+        creation = Creation(replace(saved.record, by_server=False), str(path), body.optimizer)
+        return self._open_model(session, body.model_seq_id, creation, digest_of("load_weights", write_json(body)))
 
     def submit_publish(self, owner: str, body: schemas.SaveWeightsForSampler) -> dict[str, Any]:
         """Publish weights under a name, or for a sampler of this session. Weights are snapshots of either kind."""
-        session, model = self.sessions.of_model(body.model_id, owner)
-        number = body.sampling_session_seq_id
-        if (body.path is None) == (number is None):
+        if (body.path is None) == (body.sampling_session_seq_id is None):
             raise Refused("save_weights_for_sampler requires either path or sampling_session_seq_id")
+        return self._submit(owner, body.model_id, body.seq_id, "save_weights_for_sampler", write_json(body))
 
-        def register(version: Version) -> dict[str, Any]:
-            if number is None:
-                assert version.saved is not None
-                with self._lock:
-                    self._saved_versions[version.saved[0]] = version
-                return {"path": str(version.path), "sampling_session_id": None}
-            sampler = self._add_sampler(session, number, version, model.facts.record.base_model)
-            return {"path": None, "sampling_session_id": sampler.identifier}
-
-        return self._submit(
-            owner,
-            body.model_id,
-            body.seq_id,
-            digest_json("save_weights_for_sampler", vars(body)),
-            lambda model, future: model.publish(future, body.path, body.overwrite, register),
-        )
-
-    def _submit(
-        self,
-        owner: str,
-        model_id: str,
-        number: int,
-        digest: bytes,
-        prepare: Callable[[Model, Future], Command],
-    ) -> dict[str, Any]:
+    def _submit(self, owner: str, model_id: str, number: int, kind: str, content: bytes) -> dict[str, Any]:
         """Submit a command of a model, and return the answer to its request."""
         session, model = self.sessions.of_model(model_id, owner)
 
-        def new_command() -> Command:
+        def admit() -> None:
+            self._check_disk()
             if self.futures.num_pending(session.identifier) >= self.config.max_futures:
                 raise Refused(
                     f"{self.config.max_futures} results of this session are pending (max_futures); wait for some of "
                     "them before the next call"
                 )
-            return prepare(model, self.futures.create(session.identifier))
 
-        future = model.log.submit(number, digest, new_command)
+        future = model.log.submit(number, kind, content, admit)
         return {"request_id": future.identifier, "model_id": model_id}
 
     def retrieve(self, owner: str, body: schemas.RetrieveFuture, seconds: float) -> Result | None:
@@ -335,20 +378,18 @@ class Service:
         if body.model_path is not None:
             name, version = self._saved_version(body.model_path, owner)
         elif body.base_model is not None:
-            name, version = body.base_model, self._base_version(body.base_model)
+            self._check_base(body.base_model)
+            name, version = body.base_model, self.versions.of_base(self.bases[body.base_model])
         else:
             raise Refused("create_sampling_session requires base_model or model_path")
         sampler = self._add_sampler(session, body.sampling_session_seq_id, version, name)
+        self.store.flush()
         return {"type": "create_sampling_session", "sampling_session_id": sampler.identifier}
 
     def get_sampler(self, owner: str, identifier: str) -> dict[str, Any]:
         _, sampler = self.sessions.of_sampler(identifier, owner)
-        path = sampler.version.path
-        return {
-            "sampler_id": identifier,
-            "base_model": sampler.base_model,
-            "model_path": None if path is None else str(path),
-        }
+        path = sampler.version.source.path
+        return {"sampler_id": identifier, "base_model": sampler.base_model, "model_path": path}
 
     def weights_info(self, owner: str, body: schemas.WeightsInfo) -> dict[str, Any]:
         try:
@@ -361,17 +402,19 @@ class Service:
     def submit_sample(self, owner: str, body: schemas.Sample) -> dict[str, Any]:
         """Submit a request for samples. The SDK asserts that it gets one id for each."""
         session, sampler = self.sessions.of_sampler(body.sampling_session_id, owner)
-        digest = digest_json(
-            "asample", body.__dict__ | {"prompt": str(body.prompt), "sampling_params": vars(body.sampling_params)}
-        )
+        content = write_json(body)
+        digest = digest_of("asample", content)
         with session.lock:
             future = sampler.repetitions.find(body.seq_id, digest)
             if future is None:
                 if self.futures.num_pending(session.identifier) >= self.config.max_futures:
                     raise Refused("too many samples are pending", HTTPStatus.TOO_MANY_REQUESTS)
-                future = self.futures.create(session.identifier)
+                future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id))
+                entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
+                self.store.write(add_entry(entry))
                 sampler.repetitions.add(body.seq_id, digest, future)
                 self.queue.put(sampler.job(future, body))
+        self.store.flush()
         samples = [f"{future.identifier}-{row}" for row in range(max(body.num_samples, 0))]
         return {"request_id": future.identifier, "sample_sequence_ids": samples}
 
@@ -384,17 +427,10 @@ class Service:
                 seed = f"{self.config.seed}/{number}"
                 sampler = Sampler(identifier, version, base_model, self.limits[base_model], seed)
                 session.samplers[number] = sampler
+                self.store.write(add_sampler(session.identifier, number, base_model, version.source.to_json()))
             elif sampler.version is not version:
                 raise Refused(f"sampler {number} of the session has other weights; use a new sampling_session_seq_id")
             return sampler
-
-    def _base_version(self, name: str) -> Version:
-        self._check_base(name)
-        with self._lock:
-            if name not in self._base_versions:
-                version = self._base_versions[name] = Version(self.role, self.bases[name])
-                version.is_base = True
-            return self._base_versions[name]
 
     def _saved_version(self, text: str, owner: str) -> tuple[str, Version]:
         """Return the base model and the weights of a path. They are read when they are sampled."""
@@ -403,11 +439,7 @@ class Service:
         except CommandError as error:
             raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
         self._check_base(saved.record.base_model)
-        with self._lock:
-            if (folder := str(saved.folder)) not in self._saved_versions:
-                version = self._saved_versions[folder] = Version(self.role, self.bases[saved.record.base_model])
-                version.path, version.saved = path, (folder, lora_of(saved.record))
-            return saved.record.base_model, self._saved_versions[folder]
+        return saved.record.base_model, self.versions.of_saved(path, saved, self.bases[saved.record.base_model])
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -420,6 +452,15 @@ class Service:
             raise Refused(
                 f"the base model {name} is not served; this server has {', '.join(self.bases)}. Start it with "
                 f"model=[...,{name}=FOLDER] to add it"
+            )
+
+    def _check_disk(self) -> None:
+        free = shutil.disk_usage(self.checkpoints.root).free / 2**30
+        if free < self.config.min_free_gb:
+            raise Refused(
+                f"the disk of the server has {free:.1f} GB left, and it stops training below "
+                f"{self.config.min_free_gb:g} GB (min_free_gb); delete saved weights, or make room in folder="
+                f"{self.config.folder}"
             )
 
     @staticmethod

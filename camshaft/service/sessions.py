@@ -51,11 +51,17 @@ class Sessions:
         with self._lock:
             return iter(list(self._sessions.values()))
 
-    def open(self, owner: str) -> Session:
-        session = Session(owner)
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def add(self, session: Session) -> None:
         with self._lock:
             self._sessions[session.identifier] = session
-        return session
+
+    def get(self, identifier: str) -> Session:
+        """Return a session that has not ended."""
+        with self._lock:
+            return self._sessions[identifier]
 
     def find(self, identifier: str, owner: str) -> Session:
         """Return a session. Raise `Refused` if it has ended, or belongs to another key."""
@@ -63,7 +69,7 @@ class Sessions:
             session = self._sessions.get(identifier)
         if session is None:
             raise Refused(
-                f"the session {identifier} has ended, or the server was started again; create a new ServiceClient",
+                f"the session {identifier} has ended; create a new ServiceClient",
                 HTTPStatus.GONE,
             )
         check_owner(session.owner, owner)

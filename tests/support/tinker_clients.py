@@ -233,5 +233,7 @@ def running_server(folder: Path, keys: Path | None = None, **options: Any) -> It
         with LocalServer(App(service, own), limits, config.port) as server:
             service.start()
             server.start()
-            yield RunningServer(config, service, role, server.server_port, own.own_key)
-        service.close()
+            try:
+                yield RunningServer(config, service, role, server.server_port, own.own_key)
+            finally:
+                service.close()

@@ -1,14 +1,17 @@
 """Datums become rows, and wrong ones become errors that name datum, field, index, value and remedy."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.tinker_clients import datum, put, read_output, training_request
 
 from camshaft.dataproto import Ragged
 from camshaft.service import codec
 from camshaft.service.errors import CommandError
+from camshaft.service.futures import Result
 from camshaft.wire import messages
 
 LIMITS = codec.Limits(num_data=2, context=6, vocabulary=100)
@@ -118,3 +121,23 @@ def test_the_output_leaves_out_the_first_token_of_each_row() -> None:
     assert read_output(content) == ([[-1.0, -2.0], [-3.0]], 6.0)
     field = messages.ForwardBackwardOutput.FromString(content).loss_fn_outputs[0].fields["logprobs"]
     assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 8, 12]  # bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(0.0, 0.0), (0.25, 0.25), (-0.5, 0.5)], ids=["equal", "larger", "smaller"]
+)
+def test_the_difference_of_results_is_the_largest_of_a_number(change: float, expected: float) -> None:
+    def result(value: float) -> Result:
+        rows = Ragged.from_rows([torch.tensor([0.0, -1.0, value]), torch.tensor([0.0, -2.0])])
+        return Result.of_message(codec.write_output(rows, 4.0))
+
+    assert codec.difference(result(-3.0), result(-3.0 + change)) == expected
+
+
+def test_results_that_are_not_comparable_differ_infinitely() -> None:
+    step = Result.of_json({"metrics": {"grad_norm": 1.0}})
+    failed = Result.of_error("user", "wrong")
+    assert codec.difference(step, Result.of_json({"metrics": {"grad_norm": 1.5}})) == 0.5
+    assert codec.difference(failed, failed) == 0.0
+    for other in (failed, Result.of_json({"metrics": {}}), Result.of_message(codec.write_samples([]))):
+        assert codec.difference(step, other) == math.inf

@@ -1,74 +1,89 @@
 """Order, repetitions and batches of jobs, without a role."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from camshaft.errors import WorkerError
-from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_json
+from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_of
 from camshaft.service.errors import CommandError, Refused
-from camshaft.service.futures import Future, Result
+from camshaft.service.futures import Future, Futures, Result
+from camshaft.service.store import LOG, Entry, Store
 
 
 @pytest.fixture
-def queue() -> Iterator[JobQueue]:
-    queue = JobQueue()
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
+    store = Store(tmp_path / LOG)
+    queue = JobQueue(store)
     yield queue
     queue.close()
+    store.close()
 
 
-def recorded(number: int, done: list[int]) -> Command:
+def recorded_job(number: int, done: list[int], future: Future | None = None) -> Job:
     def execute(_: Sequence[Job]) -> list[Result]:
         done.append(number)
         return [Result.of_json({"number": number})]
 
-    return Command(Job(Future("s"), execute), lambda reason: Result.of_error("user", f"{number}: {reason}"))
+    return Job(future or Future("s"), execute)
+
+
+def recorded_log(queue: JobQueue, done: list[int]) -> CommandLog:
+    """Return a log whose commands append their numbers to a list."""
+
+    def prepare(entry: Entry, future: Future) -> Command:
+        job = recorded_job(entry.number, done, future)
+        return Command(job, lambda reason: Result.of_error("user", f"{entry.number}: {reason}"))
+
+    return CommandLog("s:train:0", queue, Futures(), prepare)
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3, 4), (2, 3, 4, 1), (4, 3, 2, 1), (2, 1, 4, 3)])
 def test_commands_run_in_the_order_of_their_numbers(queue: JobQueue, order: tuple[int, ...]) -> None:
     done: list[int] = []
-    log = CommandLog(queue, 60.0)
-    futures = [log.submit(number, b"", lambda number=number: recorded(number, done)) for number in order]
+    log = recorded_log(queue, done)
+    futures = [log.submit(number, "step", b"") for number in order]
     queue.start()
     assert all(future.wait(30.0) for future in futures)
     assert done == [1, 2, 3, 4]
 
 
-def test_a_repetition_does_not_prepare_a_command(queue: JobQueue) -> None:
-    done: list[int] = []
-    log = CommandLog(queue, 60.0)
-    first = log.submit(1, b"body", lambda: recorded(1, done))
-    assert log.submit(1, b"body", lambda: pytest.fail("prepared")) is first
-    with pytest.raises(Refused, match="command 1 was already sent with another body"):
-        log.submit(1, b"other", lambda: recorded(1, done))
+def test_a_repetition_is_not_admitted_again(queue: JobQueue) -> None:
+    log = recorded_log(queue, [])
+    first = log.submit(1, "step", b"body")
+    assert log.submit(1, "step", b"body", lambda: pytest.fail("admitted")) is first
+    for kind, content in (("step", b"other"), ("save", b"body")):
+        with pytest.raises(Refused, match="command 1 was already sent with another body"):
+            log.submit(1, kind, content)
     with pytest.raises(Refused, match="seq_id=0: the commands of a model are numbered from 1"):
-        log.submit(0, b"", lambda: recorded(0, done))
+        log.submit(0, "step", b"")
 
 
 def test_a_gap_fails_what_waits_and_goes_on_behind_it(queue: JobQueue) -> None:
     done: list[int] = []
-    log = CommandLog(queue, 0.0)
-    waiting = [log.submit(number, b"", lambda number=number: recorded(number, done)) for number in (5, 3)]
+    log = recorded_log(queue, done)
+    waiting = [log.submit(number, "step", b"") for number in (5, 3)]
     queue.start()
-    log.end_gap()
+    log.end_gap(0.0)
     results = [future.wait(30.0) for future in waiting]
     assert all(result is not None and b"command 1 of this model did not arrive" in result.body for result in results)
     assert done == []
     with pytest.raises(Refused, match="had been given up"):
-        log.submit(2, b"", lambda: recorded(2, done))
-    assert log.submit(6, b"", lambda: recorded(6, done)).wait(30.0)
+        log.submit(2, "step", b"")
+    assert log.submit(6, "step", b"").wait(30.0)
     assert done == [6]
 
 
 def test_no_gap_ends_before_its_time(queue: JobQueue) -> None:
     done: list[int] = []
-    log = CommandLog(queue, 1000.0)
-    future = log.submit(2, b"", lambda: recorded(2, done))
-    log.end_gap()
+    log = recorded_log(queue, done)
+    future = log.submit(2, "step", b"")
+    log.end_gap(1000.0)
     assert future.is_pending
-    log.submit(1, b"", lambda: recorded(1, done))
+    log.submit(1, "step", b"")
     queue.start()
     assert future.wait(30.0)
 
@@ -94,7 +109,7 @@ def test_jobs_of_one_batch_are_executed_together(queue: JobQueue) -> None:
     ("error", "body"),
     [
         (CommandError("wrong"), b'{"error": "wrong", "category": "user"}'),
-        (WorkerError("died\n\ntrace"), b'{"error": "died", "category": "server"}'),
+        (WorkerError("died\n\ntrace"), b"the worker process ended in each of 3 attempts: died"),
         (KeyError("x"), b"KeyError: 'x'; the log of the server has the traceback"),
     ],
 )
@@ -104,14 +119,14 @@ def test_an_error_is_the_result_and_the_queue_goes_on(queue: JobQueue, error: Ex
 
     job, done = Job(Future("s"), execute), list[int]()
     queue.put(job)
-    queue.put(recorded(1, done).job)
+    queue.put(recorded_job(1, done))
     queue.start()
     result = job.future.wait(30.0)
     assert result is not None
     assert result.has_failed
     assert body in result.body
-    queue.close()
-    assert done == [1]
+    while not done:
+        time.sleep(0.01)
 
 
 def test_a_future_is_pending_until_it_is_resolved_and_then_fetched_by_all() -> None:
@@ -124,14 +139,15 @@ def test_a_future_is_pending_until_it_is_resolved_and_then_fetched_by_all() -> N
     for thread in threads:
         thread.join(30.0)
     assert results == [Result(b'{"a": 1}')] * 3
-    future.expire(1000.0)
+    assert future.expire(1000.0) is None
     assert future.wait(0.0) == results[0]
-    future.expire(-1.0)
+    assert future.expire(-1.0) == future.wait(0.0)
+    assert future.expire(-1.0) is None
     expired = future.wait(0.0)
     assert expired is not None
     assert b"is not kept any longer" in expired.body
 
 
-def test_the_digest_does_not_depend_on_the_order_of_fields() -> None:
-    assert digest_json("p", {"a": 1, "b": 2}) == digest_json("p", {"b": 2, "a": 1})
-    assert digest_json("p", {"a": 1}) != digest_json("q", {"a": 1})
+def test_the_digest_depends_on_the_kind_of_the_request() -> None:
+    assert digest_of("p", b"a") == digest_of("p", b"a")
+    assert digest_of("p", b"a") != digest_of("q", b"a")

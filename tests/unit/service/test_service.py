@@ -404,24 +404,30 @@ def test_pending_results_are_asked_for_again(client: Client, server: RunningServ
     )
 
 
-def test_a_dead_worker_ends_its_models_and_not_the_server(server: RunningServer) -> None:
-    client = server.client()
-    model = client.create_model()
-    path = model.wait(model.command("save_weights", 1, path="kept"))["path"]
+def kill_worker(server: RunningServer) -> None:
     pool = server.role._pool
     assert isinstance(pool, ProcessPool)
     pid = pool.processes[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(Failed, match="died") as caught:
-        model.wait(model.train(2, DATA))
-    assert caught.value.category == "server"
-    with pytest.raises(Failed, match="was lost when the worker process died; create a new one, or load saved weights"):
-        model.wait(model.step(3))
-    body = {"session_id": client.session, "model_seq_id": 1, "path": path}
-    promise = client.post("load_weights", **body)
-    client.wait(promise)
-    assert len(type(model)(client, promise["model_id"]).log_probs(1, DATA)) == 3
+
+
+def test_models_and_samplers_survive_the_death_of_the_worker(server: RunningServer) -> None:
+    client = server.client()
+    killed, undisturbed = client.create_model(0), client.create_model(1)
+    for model in (killed, undisturbed):
+        model.train(1, DATA)
+        model.step(2)
+        model.train(3, DATA)
+        model.wait(model.train(4, DATA, forward_only=True))
+    sampler = killed.wait(killed.command("save_weights_for_sampler", 5, sampling_session_seq_id=0))
+    rows = client.sample(sampler["sampling_session_id"], 0, [5, 6], 3, seed=1)
+    kill_worker(server)
+    assert [row[0] for row in client.sample(sampler["sampling_session_id"], 1, [5, 6], 3, seed=1)] == [
+        row[0] for row in rows
+    ]
+    assert killed.wait(killed.step(6)) == undisturbed.wait(undisturbed.step(5))
+    assert killed.log_probs(7, DATA) == undisturbed.log_probs(6, DATA)
 
 
 def test_silent_sessions_end_and_their_models_are_saved(tmp_path: Path) -> None:

@@ -22,14 +22,19 @@ def test_weights_beyond_the_limit_are_in_files(tmp_path: Path) -> None:
         versions.get("v0")
 
 
-def test_a_start_removes_the_versions_of_a_killed_server_only(tmp_path: Path) -> None:
-    killed = Versions(tmp_path, max_in_memory=1)
-    for name in ("v0", "v1"):
-        killed.add(name, {"weight": torch.zeros(1)})
+def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: Path) -> None:
+    killed = Versions(tmp_path, max_in_memory=2)
+    for name in ("v0", "v1", "v2"):
+        killed.add(name, {"weight": torch.full((1,), float(name[1:]))})
+    killed.write("v1")
     with storage.new_folder(tmp_path / "checkpoint", kind="model") as folder:
         (folder / "model.safetensors").write_bytes(b"mine")
     (tmp_path / "notes.txt").write_text("mine")
-    Versions(tmp_path, max_in_memory=1)
+    started = Versions(tmp_path, max_in_memory=1)
+    assert [name in started for name in ("v0", "v1", "v2", "checkpoint")] == [True, True, False, False]
+    started.retain(["v1", "v3"])
+    assert started.get("v1")["weight"].tolist() == [1.0]
+    assert "v0" not in started
     assert not (tmp_path / "v0" / "model.safetensors").exists()
     assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == b"mine"
     assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,0 +1,275 @@
+"""The log of the server in an SQLite database: sessions, samplers, commands with their results, and saved states.
+
+    store = Store(folder / LOG)
+    store.write(add_entry(entry))
+    store.flush()                                    # the entry is on the disk
+    store.write(set_result(key, result), then=...)   # `then` is called when the result is on the disk
+    for entry in store.executed("2f9a:train:0", after=20): ...
+
+One thread writes. It commits all that is queued as one transaction, so requests that arrive together share the time of
+a flush to the disk. If a transaction fails, for example because the disk is full, it is tried again until it succeeds,
+and all that depends on it waits.
+"""
+
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from camshaft.errors import ConfigError
+from camshaft.service.futures import Future, Result, Statement
+
+LOG = "log.sqlite3"
+FORMAT = 1
+"""Number of the layout of the tables."""
+RETRY_SECONDS = 1.0
+MAX_WRITES = 256
+"""Maximum number of writes in a transaction."""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS samplers (
+    session TEXT, number INTEGER, base_model TEXT, source TEXT, PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS states (model TEXT PRIMARY KEY, session TEXT, number INTEGER, is_unsaved INTEGER)
+    WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (
+    subject TEXT, number INTEGER, session TEXT, kind TEXT, digest BLOB, future TEXT, abandoned TEXT,
+    has_failed INTEGER, is_expired INTEGER DEFAULT 0, media TEXT, result BLOB, content BLOB,
+    PRIMARY KEY (subject, number)
+);
+CREATE INDEX IF NOT EXISTS entries_of_session ON entries (session);
+"""
+COLUMNS = "subject, number, kind, digest, future, abandoned, has_failed, is_expired, media, result"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A numbered command of a model, where 0 creates it, or a request for samples."""
+
+    subject: str
+    """Id of the model or of the sampler."""
+    number: int
+    kind: str
+    """Path of the request, such as optim_step."""
+    digest: bytes
+    future: str
+    content: bytes | None
+    """Body of the request. None if it is not needed any more."""
+    abandoned: str | None = None
+    """Reason why the command is not executed."""
+    result: Result | None = None
+    is_expired: bool = False
+    """True if the result has been replaced by the error that it is not kept any longer."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a model that the server has saved: all commands up to `number` are executed."""
+
+    number: int
+    is_unsaved: bool
+    """True if no client has saved the weights of this state."""
+
+
+class Store:
+    """The database of one server."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        with self._connect() as connection:
+            self._create(connection)
+        self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread."""
+        self._is_closed.set()
+        self._writes.put(None)
+        self._thread.join()
+
+    def write(self, *statements: Statement, then: Callable[[], object] | None = None) -> None:
+        """Queue statements. They are committed together, after all earlier ones; `then` is called afterwards."""
+        self._writes.put(_Write(statements, then))
+
+    def flush(self) -> None:
+        """Return when all that has been written is on the disk."""
+        done = threading.Event()
+        self.write(then=done.set)
+        done.wait()
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def sessions(self) -> list[tuple[str, str]]:
+        """Return id and owner of each session."""
+        return self._read("SELECT session, owner FROM sessions")
+
+    def samplers(self) -> list[tuple[str, int, str, str]]:
+        """Return session, number, base model and source of the weights (JSON) of each sampler."""
+        return self._read("SELECT session, number, base_model, source FROM samplers")
+
+    def entries(self) -> Iterator[Entry]:
+        """Return the entries of all subjects by number. Only pending ones and creations of models have content."""
+        content = "CASE WHEN result IS NULL OR number = 0 THEN content END"
+        yield from map(_entry, self._read(f"SELECT {COLUMNS}, {content} FROM entries ORDER BY subject, number"))
+
+    def executed(self, model_id: str, after: int) -> Iterator[Entry]:
+        """Return the executed commands of a model behind a number, in order."""
+        where = "subject = ? AND number > ? AND result IS NOT NULL"
+        numbers = self._read(f"SELECT number FROM entries WHERE {where} ORDER BY number", model_id, after)
+        for (number,) in numbers:  # one at a time, because bodies are large
+            where = "subject = ? AND number = ?"
+            yield from map(
+                _entry, self._read(f"SELECT {COLUMNS}, content FROM entries WHERE {where}", model_id, number)
+            )
+
+    def state(self, model_id: str) -> State | None:
+        """Return the last saved state of a model."""
+        rows = self._read("SELECT number, is_unsaved FROM states WHERE model = ?", model_id)
+        return State(rows[0][0], bool(rows[0][1])) if rows else None
+
+    def _read(self, text: str, *values: Any) -> list[Any]:
+        with self._connect() as connection:
+            return connection.execute(text, values).fetchall()
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
+        with contextlib.closing(connection):
+            yield connection
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{self.path} is not the log of a server ({error}); set another folder") from error
+        if version not in (0, FORMAT):
+            raise ConfigError(
+                f"{self.path} has the format {version}, and this version reads {FORMAT}; install a newer version, or "
+                "set another folder"
+            )
+        connection.executescript(SCHEMA)
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+        for table in ("samplers", "states", "entries"):  # of requests that were accepted while their session ended
+            connection.execute(f"DELETE FROM {table} WHERE session NOT IN (SELECT session FROM sessions)")
+
+    def _write_all(self) -> None:
+        with self._connect() as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            while (writes := self._take()) is not None:
+                while not self._commit(connection, writes) and not self._is_closed.wait(RETRY_SECONDS):
+                    pass
+                for write in writes:
+                    if write.then is not None:
+                        write.then()
+
+    def _take(self) -> "list[_Write] | None":
+        """Wait for a write, and return it with those that are queued behind it. Return None after `close`."""
+        first = self._writes.get()
+        if first is None:
+            return None
+        writes = [first]
+        with contextlib.suppress(queue.Empty):
+            while len(writes) < MAX_WRITES:
+                write = self._writes.get_nowait()
+                if write is None:
+                    self._writes.put(None)
+                    break
+                writes.append(write)
+        return writes
+
+    def _commit(self, connection: sqlite3.Connection, writes: "list[_Write]") -> bool:
+        """Execute writes as one transaction. Return False, with no change, if the disk does not allow it."""
+        statements = [statement for write in writes for statement in write.statements]
+        if not statements:
+            return True
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for text, values in statements:
+                connection.execute(text, values)
+            connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            logger.error("the log cannot be written, and requests wait for it: %s", error)
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class _Write:
+    statements: tuple[Statement, ...]
+    then: Callable[[], object] | None
+
+
+def _entry(row: Any) -> Entry:
+    subject, number, kind, digest, future, abandoned, has_failed, is_expired, media, body, content = row
+    result = None if body is None else Result(body, media, bool(has_failed))
+    return Entry(subject, number, kind, digest, future, content, abandoned, result, bool(is_expired))
+
+
+def session_of(subject: str) -> str:
+    """Return the session of a model or of a sampler."""
+    return subject.partition(":")[0]
+
+
+def add_session(session: str, owner: str) -> Statement:
+    return "INSERT INTO sessions VALUES (?, ?)", (session, owner)
+
+
+def add_sampler(session: str, number: int, base_model: str, source: str) -> Statement:
+    return "INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?)", (session, number, base_model, source)
+
+
+def add_entry(entry: Entry) -> Statement:
+    text = "INSERT INTO entries (subject, number, session, kind, digest, future, content) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    session = session_of(entry.subject)
+    return text, (entry.subject, entry.number, session, entry.kind, entry.digest, entry.future, entry.content)
+
+
+def abandon_entry(subject: str, number: int, reason: str) -> Statement:
+    return "UPDATE entries SET abandoned = ? WHERE subject = ? AND number = ?", (reason, subject, number)
+
+
+def drop_content(subject: str, number: int) -> Statement:
+    """Drop the content of an entry, which is then not executed again."""
+    return "UPDATE entries SET content = NULL WHERE subject = ? AND number = ?", (subject, number)
+
+
+def set_result(future: Future, result: Result, keeps_content: bool) -> Statement:
+    """Add the result of an entry. Its content is dropped if the entry is never executed again."""
+    assert future.key is not None
+    content = "content" if keeps_content else "NULL"
+    text = f"UPDATE entries SET result = ?, media = ?, has_failed = ?, content = {content}"
+    return f"{text} WHERE subject = ? AND number = ?", (result.body, result.kind, result.has_failed, *future.key)
+
+
+def expire_result(future: Future, result: Result) -> Statement:
+    """Replace a result that is not kept any longer by an error."""
+    assert future.key is not None
+    text = "UPDATE entries SET is_expired = 1, result = ?, media = ?, has_failed = 1 WHERE subject = ? AND number = ?"
+    return text, (result.body, result.kind, *future.key)
+
+
+def set_state(model_id: str, number: int, is_unsaved: bool) -> tuple[Statement, ...]:
+    """Record a saved state. The content of the commands that it covers is dropped."""
+    return (
+        ("INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?)", (model_id, session_of(model_id), number, is_unsaved)),
+        ("UPDATE entries SET content = NULL WHERE subject = ? AND number BETWEEN 1 AND ?", (model_id, number)),
+    )
+
+
+def remove_session(session: str) -> tuple[Statement, ...]:
+    tables = ("entries", "samplers", "states", "sessions")
+    return tuple((f"DELETE FROM {table} WHERE session = ?", (session,)) for table in tables)

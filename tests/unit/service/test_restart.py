@@ -1,0 +1,237 @@
+"""A server that is killed and started again continues where its log ends."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served_fork import ServedFork
+from support.tinker_clients import Client, ClientModel, Failed, datum, read_samples
+from support.tiny import tiny_folder
+
+DATA = [datum([5, 6, 7, 8, 9]), datum([10, 12, 14], weights=[0.5, -2.0])]
+OTHER = [datum([20, 21, 22, 23])]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServedFork]:
+    with ServedFork(tmp_path, save_every=2, max_models=4) as server:
+        yield server
+
+
+def restart(server: ServedFork, **options: Any) -> None:
+    server.kill()
+    server.start(**options)
+
+
+def train(model: ClientModel, number: int) -> None:
+    """Train a step of two chunks, the commands `number` to `number` + 2."""
+    late = model.train(number + 1, OTHER)
+    model.train(number, DATA)
+    model.wait(model.step(number + 2, learning_rate=0.01 * number))
+    model.wait(late)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_weights_after_kills_equal_those_of_an_undisturbed_run(server: ServedFork, num_steps: int) -> None:
+    client = server.client()
+    killed, undisturbed = client.create_model(0), client.create_model(1)
+    for step in range(num_steps):
+        train(killed, 3 * step + 1)
+        restart(server)
+    for step in range(num_steps):
+        train(undisturbed, 3 * step + 1)
+    number = 3 * num_steps + 1
+    assert killed.log_probs(number, DATA) == undisturbed.log_probs(number, DATA)
+
+
+def test_gradients_and_waiting_commands_survive_a_kill(server: ServedFork) -> None:
+    client = server.client()
+    killed, undisturbed = client.create_model(0), client.create_model(1)
+    killed.wait(killed.train(1, DATA))
+    step, late = killed.step(4), killed.train(3, DATA)
+    restart(server)
+    assert killed.step(4) == step  # the same future
+    killed.train(2, OTHER)
+    for number, data in ((1, DATA), (2, OTHER), (3, DATA)):
+        undisturbed.train(number, data)
+    assert killed.wait(step) == undisturbed.wait(undisturbed.step(4))
+    assert killed.wait(late) == undisturbed.wait(undisturbed.train(3, DATA))
+
+
+def test_delivered_results_and_their_digests_survive_a_kill(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    sampler = client.sampler(0, base_model="tiny")
+    promises = [model.train(1, DATA), model.step(2), model.train(3, [datum([5, 999])])]
+    sample = client.submit_sample(sampler, 0, [5, 6], 2)
+    bodies = [fetch(client, promise) for promise in (*promises, sample)]
+    restart(server)
+    assert [fetch(client, promise) for promise in (*promises, sample)] == bodies
+    assert [model.train(1, DATA), model.step(2)] == promises[:2]
+    assert client.submit_sample(sampler, 0, [5, 6], 2) == sample
+    assert "was already sent with another body" in model.step(2, 422, learning_rate=0.5)["detail"]
+    with pytest.raises(Failed, match=r"changed no weight and cleared the gradients.*999"):
+        model.wait(model.step(4))
+
+
+def fetch(client: Client, promise: dict[str, Any]) -> tuple[int, bytes]:
+    return client.request("retrieve_future", json.dumps({"request_id": promise["request_id"]}).encode())
+
+
+def test_commands_that_were_given_up_stay_so_after_a_kill(tmp_path: Path) -> None:
+    with ServedFork(tmp_path, gap_timeout=0.1) as server:
+        model = server.client().create_model()
+        before = model.log_probs(1, DATA)
+        chunk, step = model.train(3, DATA), model.step(4)
+        for promise in (chunk, step):
+            with pytest.raises(Failed, match="command 2 of this model did not arrive"):
+                model.wait(promise)
+        restart(server)
+        with pytest.raises(Failed, match="command 2 of this model did not arrive"):
+            model.wait(step)
+        assert (
+            "had been given up"
+            in model.client.post("optim_step", 422, model_id=model.identifier, seq_id=2, adam_params={})["detail"]
+        )
+        assert model.log_probs(5, DATA) == before
+
+
+def test_samplers_keep_their_weights_after_a_kill(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    samplers, rows = [client.sampler(50, base_model="tiny")], []
+    for step in range(5):  # some of them before the last saved state
+        train(model, 4 * step + 1)
+        promise = model.command("save_weights_for_sampler", 4 * step + 4, sampling_session_seq_id=step)
+        samplers.append(model.wait(promise)["sampling_session_id"])
+    rows = [client.sample(sampler, 0, [5, 6], 3, seed=1) for sampler in samplers]
+    restart(server)
+    for sampler, before in reversed(list(zip(samplers, rows, strict=True))):
+        again = read_samples(client.wait(client.submit_sample(sampler, 1, [5, 6], 3, seed=1)))
+        assert [row[0] for row in again] == [row[0] for row in before]
+        for row, earlier in zip(again, before, strict=True):
+            assert row[1] == pytest.approx(earlier[1], abs=1e-6)
+    assert len({tuple(row[0][0]) for row in rows}) > 1
+
+
+def test_a_load_is_restored_although_its_weights_are_replaced(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    train(model, 1)
+    path = model.wait(model.command("save_weights", 4, path="a"))["path"]
+    saved = model.log_probs(5, DATA)
+    train(model, 6)
+    model.wait(model.command("load_weights", 9, path=path, optimizer=True))
+    body = {"session_id": client.session, "model_seq_id": 1, "path": path}
+    promise = client.post("load_weights", **body)
+    client.wait(promise)
+    train(model, 10)
+    after = model.log_probs(13, DATA)
+    model.wait(model.command("save_weights", 14, path="a", overwrite=True))
+    restart(server)
+    assert client.post("load_weights", **body) == promise
+    assert ClientModel(client, promise["model_id"]).log_probs(1, DATA) == saved
+    assert model.log_probs(15, DATA) == after
+
+
+def test_a_save_that_was_interrupted_is_done_once(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    train(model, 1)
+    promise = model.command("save_weights", 4, path="a")
+    result = model.wait(promise)
+    server.kill()
+    # As if the server had been killed between the checkpoint and its result.
+    server.query("UPDATE entries SET result = NULL, content = ? WHERE number = 4", body_of(model, path="a"))
+    server.start()
+    assert model.wait(promise) == result
+    with pytest.raises(Failed, match="exists, and saved weights do not change"):
+        model.wait(model.command("save_weights", 5, path="a"))
+
+
+def body_of(model: ClientModel, **body: Any) -> bytes:
+    return json.dumps({"model_id": model.identifier, "seq_id": 4, **body}).encode()
+
+
+def test_a_different_result_closes_the_model(server: ServedFork) -> None:
+    client = server.client()
+    changed, other = client.create_model(0), client.create_model(1)
+    for model in (changed, other):
+        train(model, 1)
+    server.kill()
+    where = f"subject = '{changed.identifier}' AND number = 3"
+    [(body,)] = server.query(f"SELECT result FROM entries WHERE {where}")
+    result = json.loads(body)
+    result["metrics"]["grad_norm"] += 0.5
+    server.query(f"UPDATE entries SET result = ? WHERE {where}", json.dumps(result).encode())
+    server.start()
+    sentence = r"command 3 \(optim_step\), which was executed again, gave a result that differs by 0.5 .*tolerance=0"
+    for number in (4, 5):
+        with pytest.raises(Failed, match=sentence):
+            changed.wait(changed.train(number, DATA))
+    assert len(other.log_probs(4, DATA)) == 2
+    restart(server, replay_tolerance=1.0)
+    assert len(changed.log_probs(6, DATA)) == 2
+
+
+def test_bodies_before_the_saved_state_are_dropped(server: ServedFork) -> None:
+    model = server.client().create_model()
+    for step in range(5):
+        train(model, 3 * step + 1)
+    rows = server.query("SELECT number FROM entries WHERE content IS NOT NULL AND number > 0 ORDER BY number")
+    assert [row[0] for row in rows] == [13, 14, 15]
+    states = server.folder / model.client.session / "0" / "states"
+    assert sorted(path.name for path in states.iterdir()) == ["12", "6"]
+    restart(server)
+    train(model, 16)
+    assert sorted(path.name for path in states.iterdir()) == ["12", "18"]
+
+
+def test_a_stopped_server_saves_its_models_and_keeps_its_sessions(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    train(model, 1)
+    after = model.log_probs(4, DATA)
+    model.train(5, DATA)  # gradients, which are computed again
+    server.stop()
+    record = json.loads((server.folder / client.session / "0" / "weights" / "last.json").read_text())["record"]
+    assert record["by_server"] is True
+    server.start()
+    other = server.client()
+    body = {"session_id": other.session, "model_seq_id": 0, "path": f"tinker://{model.identifier}/weights/last"}
+    promise = other.post("load_weights", **body)
+    other.wait(promise)
+    loaded = ClientModel(other, promise["model_id"])
+    assert loaded.log_probs(1, DATA) == model.log_probs(6, DATA) == after
+    loaded.train(2, DATA)
+    assert model.wait(model.step(7))["metrics"]["grad_norm"] == pytest.approx(
+        loaded.wait(loaded.step(3))["metrics"]["grad_norm"], rel=1e-6
+    )
+
+
+def test_a_finished_session_leaves_nothing_in_the_log(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    train(model, 1)
+    train(model, 4)
+    client.sampler(0, base_model="tiny")
+    client.request(f"sessions/{client.session}/finish", b"{}")
+    restart(server)
+    for table in ("sessions", "samplers", "states", "entries"):
+        assert server.query(f"SELECT count(*) FROM {table}") == [(0,)]
+    assert not list((server.folder / client.session / "0" / "states").iterdir())
+    assert client.request("session_heartbeat", json.dumps({"session_id": client.session}).encode())[0] == 410
+
+
+def test_a_session_whose_base_model_is_not_served_any_more_keeps_the_others(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    model.wait(model.train(1, DATA))
+    sampler = client.sampler(0, base_model="tiny")
+    server.kill()
+    server.start(model=f"renamed={tiny_folder(tie_embeddings=False)}")
+    assert client.request("get_info", json.dumps({"model_id": model.identifier}).encode())[0] == 404
+    assert client.request(f"samplers/{sampler}", method="GET")[0] == 404
+    assert len(client.create_model(1, base="renamed").log_probs(1, DATA)) == 2
