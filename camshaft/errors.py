@@ -62,6 +62,10 @@ class RolloutError(CamshaftError, RuntimeError):
     """A rollout received an unsupported request, or a weight sync failed."""
 
 
+class GeneratorError(RolloutError):
+    """The process of a generator, or a server that a rollout has started, has ended."""
+
+
 class RewardError(CamshaftError, RuntimeError):
     """A reward function cannot be loaded, or failed with `on_error=raise`."""
 

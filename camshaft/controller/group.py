@@ -67,6 +67,8 @@ class Options:
     """Modules that worker processes may import while they start."""
     import_main: bool = True
     """Import the main module of the driver in local worker processes, so that roles can be classes of it."""
+    restored: tuple[str, ...] = ()
+    """Methods that set the state of a role. A pool that starts again repeats the last call of each."""
     ray_init: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of `ray.init`. Only the backend `ray` reads them."""
 

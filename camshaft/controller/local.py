@@ -125,12 +125,13 @@ class LocalPool(ProcessPool):
     def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0):
         super().__init__(spec, options or Options(), other_ranks)
         self._first_device = first_device
-        self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=process_folder()))
+        self._folder = Path()
 
     def hint_at_start(self) -> str:
         return ". A script must start workers under `if __name__ == '__main__':`" if self.options.import_main else ""
 
     def create_processes(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=process_folder()))
         devices = self._first_device + self.world_size
         for rank in range(self.world_size):
             rank_info = self.rank_info(rank, device_of(self._first_device + rank, devices, self.spec.device))

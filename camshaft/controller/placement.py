@@ -30,6 +30,9 @@ PHASES: dict[str, Phase] = {
 }
 """Phase of `trainer.worker_timeouts` of each method of a role. Other methods have no phase."""
 
+RESTORED = ("init_model", "set_environments", "receive_weights")
+"""Methods that set the state of a rollout on devices of its own."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +49,7 @@ def pool_specs(config: PPOConfig | SupervisedConfig) -> list[PoolSpec]:
             trainer.device,
             trainer.cpus_per_rank,
             roles=tuple(role for role, pool in pool_of.items() if pool == name),
+            max_restarts=config.actor_rollout_ref.rollout.max_restarts if name == pool_of.get("rollout") else 0,
         )
         for name in dict.fromkeys(pool_of.values())
     ]
@@ -70,6 +74,7 @@ def run_pools(
         log_folder=logs,
         preload=ROLE_MODULES,
         import_main=False,
+        restored=RESTORED,
         ray_init=ray_init,
     )
     backend = trainer.backend()

@@ -8,10 +8,14 @@ Each rank answers its requests in order. All waits have a time limit. If a rank 
 answer, the entire pool ends, because the other ranks are in an undefined state after a broken collective. The driver
 then raises one `WorkerError` that contains the rank, the method and the stack. If the rank raised an exception,
 `__cause__` is this exception. While the driver waits for one pool, it monitors all pools with pending calls.
+
+A pool whose roles can be restored (`PoolSpec.max_restarts`) instead starts again if a process dies: it builds the roles
+again, repeats the last call of each method that sets their state, and sends the unfinished requests again.
 """
 
 import atexit
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -27,7 +31,7 @@ from camshaft.controller.executor import Failure
 from camshaft.controller.group import LateAnswers, Listener, Options, Pool, RoleSpec
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Call, RankInfo, Worker
-from camshaft.errors import WorkerError
+from camshaft.errors import GeneratorError, WorkerError
 from camshaft.masking import remembered_secrets
 from camshaft.seat import Seat
 from camshaft.stacks import innermost_frames
@@ -45,6 +49,10 @@ COLLECTIVE_EXTRA_SECONDS = 60.0
 """Additional time limit of collectives, so that the driver reports a timeout before a collective does."""
 
 Inbox = queue.SimpleQueue[tuple[int, Frames | Exception | None]]
+Messages = Sequence[tuple[Any, ...] | None]
+"""Message to each rank, or None for ranks that do not get the request."""
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerProcess(ABC):
@@ -88,13 +96,17 @@ class WorkerProcess(ABC):
 class Request(LateAnswers):
     """A request to some ranks and the answers received so far. Iterating over it waits for the answers."""
 
-    def __init__(self, pool: "ProcessPool", role: str, method: str, limit: Limit, ranks: set[int]):
-        self._pool, self.role, self.method = pool, role, method
-        self.num_ranks, self.waiting = len(ranks), ranks
+    def __init__(self, pool: "ProcessPool", role: str, method: str, limit: Limit, messages: Messages):
+        self._pool, self.role, self.method, self.limit, self.messages = pool, role, method, limit, messages
+        self.waiting = self.ranks()
+        self.num_ranks = len(self.waiting)
         self.answers: dict[int, Any] = {}
         """Answers by rank, in the order of arrival."""
         self.wait = Wait(str(self), WorkerError, limit)
         self.listener: Listener | None = None
+
+    def ranks(self) -> set[int]:
+        return {rank for rank, message in enumerate(self.messages) if message is not None}
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._pool.answers(self)
@@ -119,6 +131,15 @@ class ProcessPool(Pool):
         self._resident = [0] * self.world_size
         self._lock = threading.RLock()
         self._requests: list[deque[Request]] = [deque() for _ in range(self.world_size)]
+        self._unfinished: list[Request] = []
+        """Requests that some rank has not answered, in the order of submission."""
+        self._restored: dict[str, Request] = {}
+        """Last call of each method that sets the state of a role."""
+        self._death: WorkerError | None = None
+        """Error about the last process that has died."""
+        self._num_restarts = 0
+        """Restarts since the last call that was answered and sets no state."""
+        self._is_restarting = False
         self._waiting_since = [0.0] * self.world_size
         self._roles: dict[int, RoleSpec] = {}
         self._next_key = 0
@@ -191,12 +212,14 @@ class ProcessPool(Pool):
 
     def build(self, role: RoleSpec) -> int:
         self._next_key += 1
-        key = self._next_key
+        self._build(self._next_key, role)
+        self._roles[self._next_key] = role
+        return self._next_key
+
+    def _build(self, key: int, role: RoleSpec) -> None:
         message = ("build", key, role.name, self.portable_class(role.role_class), role.args, role.kwargs)
         limit = role.limit("__init__", self.options)
         self._wait(self._send(role.name, "__init__", limit, [message] * self.world_size))
-        self._roles[key] = role
-        return key
 
     def seats(self, key: int, method: str) -> list[Seat]:
         role = self._role(key, method)
@@ -245,21 +268,24 @@ class ProcessPool(Pool):
         limit = self.options.limit(method)._replace(seconds=max(self.options.timeout, START_SECONDS))
         return self._wait(self._send(self.spec.name, method, limit, messages))
 
-    def _send(self, role: str, method: str, limit: Limit, messages: Sequence[tuple[Any, ...] | None]) -> Request:
+    def _send(self, role: str, method: str, limit: Limit, messages: Messages) -> Request:
         with self._lock:
             self._check_running(f"{role}.{method}")
-            payloads = self._payloads(f"{role}.{method}", messages)
-            ranks = {rank for rank, message in enumerate(messages) if message is not None}
-            request = Request(self, role, method, limit, ranks)
-            for process, message in zip(self.processes, messages, strict=True):
-                if message is not None:
-                    if not self._requests[process.rank]:
-                        self._waiting_since[process.rank] = time.monotonic()
-                    self._requests[process.rank].append(request)
-                    process.post(payloads[id(message)])
+            request = Request(self, role, method, limit, messages)
+            self._post(request)
             return request
 
-    def _payloads(self, request: str, messages: Sequence[tuple[Any, ...] | None]) -> dict[int, Any]:
+    def _post(self, request: Request) -> None:
+        payloads = self._payloads(str(request), request.messages)
+        self._unfinished.append(request)
+        for process, message in zip(self.processes, request.messages, strict=True):
+            if message is not None:
+                if not self._requests[process.rank]:
+                    self._waiting_since[process.rank] = time.monotonic()
+                self._requests[process.rank].append(request)
+                process.post(payloads[id(message)])
+
+    def _payloads(self, request: str, messages: Messages) -> dict[int, Any]:
         payloads: dict[int, Any] = {}
         for message in messages:
             if message is None or id(message) in payloads:
@@ -285,7 +311,7 @@ class ProcessPool(Pool):
             with self._lock:
                 if len(request.answers) == num_yielded:
                     self._check_running(str(request))
-                    with self._terminate_on_error(request):
+                    with self._end_on_error(request):
                         self._poll(POLL_SECONDS)
                 new_answers = list(request.answers.items())[num_yielded:]
             num_yielded += len(new_answers)
@@ -306,11 +332,17 @@ class ProcessPool(Pool):
             raise WorkerError(f"{request}: its workers have ended ({self._end_reason}); spawn it again")
 
     @contextlib.contextmanager
-    def _terminate_on_error(self, request: Request) -> Generator[None]:
+    def _end_on_error(self, request: Request) -> Generator[None]:
+        """End the pool after an error, and start it again if a process has died and this is allowed."""
         try:
             yield
         except BaseException as error:
+            if error is self._death and not self._is_restarting and self._may_restart():
+                self._restart(error)
+                return
             self.terminate(f"{request.method} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
+            if error is self._death and self._num_restarts and not self._may_restart():
+                error.add_note(f"Number of restarts of the pool '{self.spec.name}' in a row: {self._num_restarts}.")
             raise
 
     def _poll_if_unattended(self) -> None:
@@ -320,7 +352,7 @@ class ProcessPool(Pool):
             return
         try:
             if not self._end_reason:
-                with self._terminate_on_error(request):
+                with self._end_on_error(request):
                     self._poll(0.0)
         finally:
             self._lock.release()
@@ -332,9 +364,8 @@ class ProcessPool(Pool):
             rank, request, (succeeded, value) = answer
             if not succeeded:
                 self._raise_first(request, {rank: value})
-            request.answers[rank] = value
-            if request.listener is not None:
-                request.listener(rank, value)
+            if rank not in request.answers:  # unless it was answered before a restart
+                self._store(request, rank, value)
             answer = self._next_answer(0.0)
         self._check_alive()
         self._check_times()
@@ -359,6 +390,64 @@ class ProcessPool(Pool):
             request.wait.finish(self._waiting_since[rank])
         self._waiting_since[rank] = time.monotonic()
         return rank, request, unpack(frames)
+
+    def _store(self, request: Request, rank: int, value: Any) -> None:
+        """Store an answer. After the last one, forget the messages, unless the state of a role depends on them."""
+        request.answers[rank] = value
+        if request.listener is not None:
+            request.listener(rank, value)
+        if len(request.answers) < request.num_ranks:
+            return
+        self._unfinished.remove(request)
+        if self.spec.max_restarts and request.method in self.options.restored:
+            self._restored.pop(str(request), None)  # the new call is the last one
+            self._restored[str(request)] = request
+        elif request.method != "__init__":
+            self._num_restarts, request.messages = 0, ()
+
+    # -- restarts ---------------------------------------------------------------------------------
+
+    def _may_restart(self) -> bool:
+        """Return True unless the pool has died too often, or before its first role was built."""
+        return bool(self._roles) and self._num_restarts < self.spec.max_restarts
+
+    def _restart(self, cause: BaseException) -> None:
+        """Start the pool again until this succeeds, or raise the last error."""
+        unfinished, self._is_restarting = self._unfinished, True
+        try:
+            while True:
+                self._num_restarts += 1
+                reason = str(cause).partition("\n")[0]
+                counts = self._num_restarts, self.spec.max_restarts
+                logger.warning(
+                    "pool '%s' starts again (restart %d of %d in a row): %s", self.spec.name, *counts, reason
+                )
+                self.terminate(reason)
+                try:
+                    self._start_again(unfinished)
+                    return
+                except WorkerError as error:
+                    if error is not self._death or not self._may_restart():
+                        raise
+                    cause = error
+        finally:
+            self._is_restarting = False
+
+    def _start_again(self, unfinished: Sequence[Request]) -> None:
+        """Start processes, build and restore the roles in them, and send the unfinished requests again."""
+        self._end_reason, self.processes, self.inbox = "", [], queue.SimpleQueue()
+        self._requests, self._unfinished = [deque() for _ in range(self.world_size)], []
+        self.start()
+        self.join_ranks()
+        for key, role in self._roles.items():
+            self._build(key, role)
+        replaced = unfinished[0].method if unfinished else ""  # a call that sets the same state next
+        for call in list(self._restored.values()):
+            if call.method != replaced:
+                self._wait(self._send(call.role, call.method, call.limit, call.messages))
+        for request in unfinished:
+            request.waiting = request.ranks()
+            self._post(request)
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -403,8 +492,10 @@ class ProcessPool(Pool):
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
         summary = f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}"
         error = WorkerError(f"{summary}\n\nOn rank {rank}:\n{failure.traceback}")
-        error.peak_memory = failure.device_peak or self._growth()
-        raise error from failure.original()
+        error.peak_memory, original = failure.device_peak or self._growth(), failure.original()
+        if isinstance(original, GeneratorError):
+            self._death = error
+        raise error from original
 
     def _death_error(self, process: WorkerProcess) -> WorkerError:
         requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
@@ -414,7 +505,7 @@ class ProcessPool(Pool):
         name = f"rank {process.rank} of {self.world_size} of {role} (process {process.pid})"
         trace = f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else ""
         error = WorkerError(f"{name} died in {method} ({process.exit_description()}){hint}{trace}")
-        error.peak_memory = self._growth()
+        error.peak_memory, self._death = self._growth(), error
         return error
 
     def hint_at_start(self) -> str:

@@ -269,7 +269,7 @@ class RayPool(ProcessPool):
         self._monitor = PortMonitor()
 
     def create_processes(self) -> None:
-        spec = self.spec
+        spec, self._monitor = self.spec, PortMonitor()
         strategy = "STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK"
         name = f"camshaft/{spec.name}/{uuid.uuid4().hex[:8]}"  # names are unique in a cluster
         self._group = placement_group([spec.per_node()] * spec.nnodes, strategy=strategy, name=name)
@@ -315,7 +315,6 @@ class RayPool(ProcessPool):
         return {
             "num_cpus": spec.cpus_per_rank,
             "num_gpus": 0 if spec.device in (None, "cpu") else 1,
-            "max_restarts": 0,
             # Otherwise the memory of Ray's head grows by two kilobytes per call, up to 100,000 calls.
             "enable_task_events": False,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(

@@ -25,6 +25,8 @@ class PoolSpec:
     cpus_per_rank: float = 1.0
     roles: tuple[str, ...] = ()
     """Names of the pool's roles, for error messages."""
+    max_restarts: int = 0
+    """Number of times in a row that the pool starts again after one of its processes has died."""
 
     @property
     def world_size(self) -> int:

@@ -21,6 +21,7 @@ BY_NAME = {rule.name: rule for rule in RULES}
 TIMED = {
     "pools run at once", "exceptions reach the driver", "late ranks are reported", "killed ranks are errors",
     "deaths between calls are detected", "deaths end waits for other pools", "suspended ranks do not block",
+    "restorable pools start again",
 }  # fmt: skip
 """Rules with time limits, which must not run in parallel with other tests."""
 

@@ -180,6 +180,40 @@ class IgnoresOtherPools(LocalPool):
         pass
 
 
+class ForgetsState(LocalPool):
+    """Start again without the state of the roles."""
+
+    def _start_again(self, unfinished: Sequence[Request]) -> None:
+        self._restored = {name: call for name, call in self._restored.items() if "init_model" in name}
+        super()._start_again(unfinished)
+
+
+class RepeatsAnswers(LocalPool):
+    """Pass all answers to the listener again after a restart."""
+
+    def _start_again(self, unfinished: Sequence[Request]) -> None:
+        for request in unfinished:
+            if request.listener is not None:
+                request.answers.clear()
+        super()._start_again(unfinished)
+
+
+class CountsAllRestarts(LocalPool):
+    """Limit the restarts of the whole run."""
+
+    def _store(self, request: Request, rank: int, value: Any) -> None:
+        restarts = self._num_restarts
+        super()._store(request, rank, value)
+        self._num_restarts = restarts
+
+
+class RestartsOnceMore(LocalPool):
+    """Start again more often than is allowed."""
+
+    def _may_restart(self) -> bool:
+        return self._num_restarts <= self.spec.max_restarts
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -245,6 +279,10 @@ DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
     NoStacks: ("late ranks are reported",),
     IgnoresDeaths: ("deaths between calls are detected",),
     IgnoresOtherPools: ("deaths end waits for other pools", "listeners hear parts early"),
+    ForgetsState: ("restorable pools start again",),
+    RepeatsAnswers: ("restorable pools start again",),
+    CountsAllRestarts: ("restorable pools start again",),
+    RestartsOnceMore: ("restarts in a row are limited",),
     IgnoresShutdown: ("shutdown leaves no process",),
     SurvivesErrors: ("errors leave no process",),
     without_process_group: ("ranks share a process group",),
@@ -256,6 +294,7 @@ DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
 RAISES: dict[type[LocalPool] | Start, str] = {
     LateAnswers: "no answer from rank.s. 0 of 2",
     EarlySeats: "call init_model first",
+    CountsAllRestarts: "restarts of the pool",
     EndsOnInvalidCalls: "its workers have ended .it was shut down",
     without_process_group: "process group has not been initialized",
 }

@@ -320,8 +320,8 @@ PPO_RULES = (
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),
     # rollout
     Rule(
-        (ROLLOUT_KEY,), _equals(HYBRID, True), f"{{{HYBRID}}}, because the rollout is on the devices of the actor",
-        f"set {HYBRID}=false, or omit the key",
+        (ROLLOUT_KEY, f"{ROLLOUT}.max_restarts"), _equals(HYBRID, True),
+        f"{{{HYBRID}}}, because the rollout is on the devices of the actor", f"set {HYBRID}=false, or omit the key",
     ),
     Rule(
         (f"{ROLLOUT}.free_cache_engine",), _equals(HYBRID, False),

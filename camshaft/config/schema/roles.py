@@ -8,7 +8,7 @@ summed over all ranks. `camshaft.config.batch_table` computes the resulting batc
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.errors import Problem
 from camshaft.config.layout import ROLLOUT_POOL
@@ -393,6 +393,11 @@ class RolloutConfig(GeneratorConfig):
         ROLLOUT_POOL,
         "Resource pool of the rollout with hybrid_engine=false: a name defined in trainer.resource_pools, and selected "
         "by no other role. On a CPU, the pool rollout has one process unless it is defined.",
+    )
+    max_restarts: NonNegativeInt = key(
+        3,
+        "Number of times in a row that the processes of a rollout on devices of its own are started again after one of "
+        "them, or a server that they have started, has died. The batch is then generated again. 0 ends the run.",
     )
     enable_return_routed_experts: bool = key(
         False,

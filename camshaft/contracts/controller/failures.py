@@ -18,7 +18,7 @@ from camshaft.contracts.controller.harness import (
     expect_worker_error,
     uids,
 )
-from camshaft.contracts.controller.roles import Toy
+from camshaft.contracts.controller.roles import LateToy, Toy
 from camshaft.contracts.rules import expect, expect_error
 from camshaft.controller import shutdown, spawn, submit
 from camshaft.dataproto import DataProto
@@ -166,6 +166,43 @@ def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
         expect_worker_error(killed.result, "its workers have ended")
 
 
+def restorable_pools_start_again(harness: ControllerHarness) -> None:
+    """If a rank dies, a pool that may start again has the state of its roles, and answers the unfinished calls once."""
+    with harness.pools(2, 1, max_restarts=1, restored=("set_factor", "init_model")) as (pool, beside):
+        toy, other = spawn(LateToy, pool=pool), spawn(Toy, pool=beside)
+        toy.init_model()
+        for factor in (3.0, 5.0):
+            toy.set_factor(factor)
+        pids, heard = toy.pids(), []
+        tokens = (5.0 * eight_rows()["tokens"].values).tolist()
+        waiting = submit(toy.wait_for_file, eight_rows(), harness.allow_answer(0))
+        waiting.listen(lambda dp_rank, _: heard.append(dp_rank))
+        while not heard:
+            other.echo([0])
+        os.kill(pids[1], signal.SIGKILL)
+        harness.allow_answer(1)
+        for _ in range(2):
+            scaled = toy.scale(eight_rows())
+            expect_equal(list(scaled["uid"]), uids(0, 8), "rows")
+            expect_equal(scaled["scaled"].values.tolist(), tokens, "scaled tokens")
+            expect_equal(list(waiting.result()["uid"]), uids(0, 8), "rows of the call that was interrupted")
+            expect_equal(sorted(heard), [0, 1], "parts that the listener got")
+            expect_ended(pids)
+            pids = toy.pids()
+            os.kill(pids[0], signal.SIGKILL)  # after an answer, this death is not in a row with the first one
+
+
+def restarts_in_a_row_are_limited(harness: ControllerHarness) -> None:
+    """If a pool that may start again dies in each attempt, the call raises an error with their number."""
+    with harness.pools(2, max_restarts=2) as (pool,):
+        toy = spawn(Toy, pool=pool)
+        pids = toy.pids()
+        error = expect_worker_error(lambda: toy.kill(1), "rank 1 of 2 of Toy", "died in kill (", "SIGKILL")
+        expect_equal(error.__notes__, ["Number of restarts of the pool 'pool0' in a row: 2."], "notes of the error")
+        expect_ended(pids)
+        expect_worker_error(lambda: toy.set_factor(1.0), "its workers have ended")
+
+
 def suspended_ranks_do_not_block(harness: ControllerHarness) -> None:
     """Sending a large message to a suspended (SIGSTOP) process does not hang, nor does ending its pool."""
     with harness.role(timeout=3) as toy:
@@ -214,6 +251,8 @@ CHECKS: tuple[Callable[[ControllerHarness], None], ...] = (
     killed_ranks_are_errors,
     deaths_between_calls_are_detected,
     deaths_end_waits_for_other_pools,
+    restorable_pools_start_again,
+    restarts_in_a_row_are_limited,
     suspended_ranks_do_not_block,
     shutdown_leaves_no_process,
     errors_leave_no_process,

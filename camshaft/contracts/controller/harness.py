@@ -33,10 +33,13 @@ class ControllerHarness:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def pools(self, *sizes: int, log_folder: str | None = None) -> Iterator[list[Pool]]:
-        """Start one pool for each size and shut all of them down on exit."""
-        specs = [PoolSpec(f"pool{number}", ranks_per_node=size) for number, size in enumerate(sizes)]
-        pools = self.start(specs, Options(timeout=60, log_folder=log_folder, preload=(Toy.__module__,)))
+    def pools(self, *sizes: int, max_restarts: int = 0, **options: Any) -> Iterator[list[Pool]]:
+        """Start one pool for each size with these `Options`, and shut all of them down on exit."""
+        specs = [
+            PoolSpec(f"pool{number}", ranks_per_node=size, max_restarts=max_restarts)
+            for number, size in enumerate(sizes)
+        ]
+        pools = self.start(specs, Options(timeout=60, preload=(Toy.__module__,), **options))
         try:
             yield pools
         finally:

@@ -28,7 +28,7 @@ from torch import Tensor
 from camshaft.config.backends import PROCESS
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import with_device_index
-from camshaft.errors import RolloutError
+from camshaft.errors import GeneratorError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
@@ -189,7 +189,7 @@ class _Child:
     def send(self, request: str, *arguments: Any) -> None:
         """Send a request; kill the process if it does not read the request in time."""
         if self._end_reason:
-            raise RolloutError(f"{self} has ended ({self._end_reason}); build the rollout again or resume the run")
+            raise GeneratorError(f"{self} has ended ({self._end_reason}); build the rollout again or resume the run")
         poll = partial(self._check, request, Wait(request, RolloutError, self._limit))
         try:
             send(self._socket.fileno(), pack((request, *arguments)), poll)
@@ -222,10 +222,10 @@ class _Child:
         stacks = without_watcher(read_stacks(self._process.pid, self._stack_file.fileno()))
         return innermost_frames(stacks) if short else stacks
 
-    def _death_error(self, request: str) -> RolloutError:
+    def _death_error(self, request: str) -> GeneratorError:
         self.end(f"it died in {request}")
         outcome = describe_exit(self._process.returncode)
-        return RolloutError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")
+        return GeneratorError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")
 
     def end(self, why: str = "it was closed") -> None:
         """Kill the process and its children. Do nothing in a forked child or if the process has already ended."""

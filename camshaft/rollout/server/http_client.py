@@ -21,7 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from camshaft.errors import RolloutError
+from camshaft.errors import GeneratorError, RolloutError
 from camshaft.rollout.vllm.guard import API_KEY
 from camshaft.subprocesses import Limit, Wait, run_in_thread
 
@@ -109,7 +109,7 @@ class RetryingConnection:
                 return self.request_once(method, path, body)
             except ServerUnavailable as error:
                 if report := self._client.exit_report():
-                    raise RolloutError(f"{self._client.url} did not answer {path}: the server {report}") from error
+                    raise GeneratorError(f"{self._client.url} did not answer {path}: the server {report}") from error
                 deadline = deadline or time.monotonic() + self._client.retry_timeout
                 if time.monotonic() + pause > deadline or self._stop_event.wait(pause):
                     raise

@@ -186,7 +186,8 @@ def test_rewards_of_the_next_batch_run_while_a_batch_is_learned(
 
 
 def test_a_dead_rollout_is_named_with_what_the_trainer_waited_for(tmp_path: Path) -> None:
-    config = ppo_config(tmp_path, {**GRPO, STALENESS: 1, "trainer.total_training_steps": 3})
+    settings = {**GRPO, STALENESS: 1, f"{ROLLOUT}.max_restarts": 0, "trainer.total_training_steps": 3}
+    config = ppo_config(tmp_path, settings)
     with ppo_trainer(config).open(config) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 3)) as tracking:
         trainer.prepare()
         group: Any = trainer.parts.rollout

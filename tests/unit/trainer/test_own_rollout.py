@@ -128,8 +128,10 @@ def test_an_actor_without_a_rollout_says_so(tmp_path: Path) -> None:
         trainer.parts.actor.sync_weights()
 
 
-def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
-    config = ppo_config(tmp_path, {**GRPO, **OWN, "trainer.total_training_steps": 2})
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_rollout_starts_again_as_often_as_allowed(restarts: int, tmp_path: Path) -> None:
+    settings = {**GRPO, **OWN, f"{ROLLOUT}.max_restarts": restarts, "trainer.total_training_steps": 2}
+    config = ppo_config(tmp_path, settings)
     with PPOTrainer.open(config) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
         trainer.prepare()
         group: Any = trainer.parts.rollout
@@ -139,6 +141,9 @@ def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
         pid = pool.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+        if restarts:
+            assert trainer.fit(tracking)[VERSION] == 1
+            return
         with pytest.raises(
             WorkerError, match=rf"rank 0 of 1 of rollout \(process {pid}\) died in sync_dtypes \(SIGKILL"
         ):
