@@ -6,9 +6,11 @@
 from collections.abc import Sequence
 
 from camshaft.cli.prerequisites import prepare_runs
+from camshaft.cli.restarts import restarting
 from camshaft.cli.sweep import numbered_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
+from camshaft.errors import ConfigError
 from camshaft.stop import ENDED_BY_SIGNAL
 
 USAGE = f"""\
@@ -27,12 +29,17 @@ example: camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py alg
 def main(argv: Sequence[str]) -> int:
     """Train with every config that `argv` describes, one after another, and return the largest exit status.
 
-    If a signal stops a run, the remaining runs of a sweep are not started.
+    If a signal stops a run, the remaining runs of a sweep are not started. If `trainer.max_restarts` allows it, a run
+    whose workers or machines have failed resumes when this process ends.
     """
     if print_help(argv, USAGE):
         return 0
-    status = 0
-    with numbered_runs(prepare_runs(compose(argv, PPOConfig))) as runs:
+    status, configs = 0, compose(argv, PPOConfig)
+    if len(configs) > 1 and any(config.trainer.max_restarts for config in configs):
+        raise ConfigError(
+            "trainer.max_restarts: a sweep cannot be restarted; omit the key, or start its runs one by one"
+        )
+    with numbered_runs(prepare_runs(configs)) as runs:
         for config in runs:
             from camshaft.planning.memory_error import explain_memory_errors
             from camshaft.planning.micro_batches import fit_micro_batches, limits_as_overrides
@@ -40,8 +47,11 @@ def main(argv: Sequence[str]) -> int:
             from camshaft.trainer.loop import run
 
             fitted = fit_micro_batches(config)
-            with explain_memory_errors(fitted, [*argv, *limits_as_overrides(fitted)]):
-                status = max(status, run(fitted, ppo_trainer(fitted).open))
+            outcome = 1  # of a run that has failed, and whose command runs again
+            explained = explain_memory_errors(fitted, [*argv, *limits_as_overrides(fitted)])
+            with restarting(fitted, argv), explained:
+                outcome = run(fitted, ppo_trainer(fitted).open)
+            status = max(status, outcome)
             if status > ENDED_BY_SIGNAL:
                 break
     return status

@@ -295,6 +295,11 @@ def _status(config: Config, launch: Launch) -> int:
         environments = () if launch.environment is None else pickle_environments(launch.environment)
         environments += () if launch.agent is None else pickle_agent(launch.agent)
         environments += () if launch.tools is None else pickle_tools(launch.tools)
+        if config.trainer.max_restarts:
+            raise ConfigError(
+                "a run from Python has no command that could run again, as trainer.max_restarts requires; call "
+                "load_run(folder).resume() after a failure, or use `camshaft ppo`"
+            )
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):

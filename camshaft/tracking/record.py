@@ -33,7 +33,7 @@ from camshaft.errors import ConfigError
 from camshaft.masking import PrintableFormatter, mask_arguments, printable
 from camshaft.progress import PhaseReports
 from camshaft.tracking.base import Ending, RunInfo, Tracker
-from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
+from camshaft.tracking.run_folder import CONFIG, INFO, LOG, RESTARTS, STATUS, RunFolder, process_start
 from camshaft.version import __version__
 
 RECORD = "camshaft.tracking.record:RunRecord"
@@ -76,6 +76,7 @@ class RunRecord(Tracker):
             "experiment": run.experiment,
             "total_steps": run.total_steps,
             "resumed_step": run.resumed_step,
+            RESTARTS: _earlier_restarts(self._path.parent, pid),
             "config": flatten(run.config, ()),
         }
         with _disk_errors_as_warnings(self._path):
@@ -246,6 +247,13 @@ def _disk_errors_as_warnings(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s cannot be written: %s. The run continues", path, error.strerror or error)
+
+
+def _earlier_restarts(folder: Path, pid: int) -> list[Any]:
+    """Return the restarts of the run if this process has started it, and runs its command again."""
+    record = RunFolder(folder).info()
+    is_same = (record.get("pid"), record.get("pid_start")) == (pid, process_start(pid))
+    return record.get(RESTARTS, []) if is_same else []
 
 
 def _versions() -> Iterator[tuple[str, str]]:

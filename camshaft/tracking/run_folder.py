@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INFO, STATUS, CONFIG, LOG = "run.json", "status.json", "config.yaml", "log.txt"
+RESTARTS = "restarts"
+"""Key in `run.json` of the restarts of a run: time, cause, pause, and the step that was saved last."""
 METRICS, SAMPLES, VALIDATION, REWARDS = "metrics.jsonl", "samples", "validation", "rewards"
 TIME = "timing/at"
 """Metric with the time at which the line of a step was written, in Unix seconds."""

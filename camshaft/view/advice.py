@@ -8,6 +8,7 @@ last `WINDOW` steps, so that single steps do not trigger them.
 """
 
 import math
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from camshaft.tracking.console import format_number
 from camshaft.tracking.no_signal import PATIENCE, SHARE, SeenScores, are_empty, explain_equal_advantages, find_cause
-from camshaft.tracking.run_folder import RunFolder
+from camshaft.tracking.run_folder import RESTARTS, RunFolder
 
 WINDOW = 10
 """Number of steps whose median a symptom compares."""
@@ -91,6 +92,18 @@ def _killed(run: RunFolder, now: float) -> str | None:
 
 def _failed(run: RunFolder, now: float) -> str | None:
     return run.info().get("error")
+
+
+def _restarted(run: RunFolder, now: float) -> str | None:
+    restarts = run.info().get(RESTARTS)
+    if not restarts:
+        return None
+    times = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(restart["at"])) for restart in restarts)
+    lines = (
+        f"{at}, last saved step {restart['saved'] or 'none'}, pause {restart['pause']:g} s: {restart['cause']}"
+        for at, restart in zip(times, restarts, strict=True)
+    )
+    return "\n".join(("trainer.max_restarts has let the command run again after these failures:", *lines))
 
 
 def _stalled(run: RunFolder, now: float) -> str | None:
@@ -288,6 +301,7 @@ def _skipped(run: RunFolder, now: float) -> str | None:
 SYMPTOMS: dict[str, Symptom] = {
     "Run failed": _failed,
     "Process killed": _killed,
+    "Run restarted": _restarted,
     "Phase stalled": _stalled,
     "Reward function fails": _failing_rewards,
     "Reward is always 0": _no_reward,

@@ -6,7 +6,7 @@
 # Takes the arguments of `camshaft ppo`; Slurm sets the numbers of nodes and devices. Activate the environment of
 # `camshaft` and `ray` before sbatch. That environment, models, data and trainer.default_local_dir must have the same
 # paths on every node. Ten minutes before the time limit, or on preemption, the run saves a checkpoint and exits, and the
-# job is requeued and resumes from it.
+# job is requeued and resumes from it. If a process of the run dies, the run resumes by itself (trainer.max_restarts).
 #SBATCH --job-name=camshaft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -50,7 +50,8 @@ while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[1]):
 " "${#machines[@]}"
 
 "${on[@]}" --nodelist="$head" camshaft ppo trainer.controller=ray trainer.nnodes="${#machines[@]}" \
-    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" trainer.experiment_name="slurm-$SLURM_JOB_ID" "$@" &
+    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" trainer.experiment_name="slurm-$SLURM_JOB_ID" \
+    trainer.max_restarts=5 "$@" &
 run=$!
 # Slurm signals only this script (B:), because the signal would kill Ray; srun forwards it to the driver.
 trap 'kill -USR1 "$run"' USR1

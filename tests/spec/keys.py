@@ -275,6 +275,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.best_metric": (_BEST,),
     "trainer.best_metric_mode": (_BEST,),
+    "trainer.max_restarts": ("tests/unit/cli/test_restarts.py::test_restarts_count_until_a_step_is_saved",),
     f"{ROLLOUT}.max_restarts": (
         "tests/unit/trainer/test_own_rollout.py::test_a_killed_rollout_starts_again_as_often_as_allowed[0]",
     ),

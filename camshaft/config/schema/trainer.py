@@ -187,6 +187,12 @@ class TrainerConfig(RunConfig):
         "disable starts from the initial model. resume_path resumes from resume_from_path.",
     )
     resume_from_path: Path | None = key(None, "Checkpoint to resume from with resume_mode=resume_path.")
+    max_restarts: NonNegativeInt = key(
+        0,
+        "Number of times that `camshaft ppo` runs its command again without a further saved step, after a process or a "
+        "machine of the run has died or does not answer. The pauses are 10, 20, 40, ... seconds, up to ten minutes. "
+        "Requires resume_mode=auto. See async.md.",
+    )
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = key(
         "auto",
         "Has no effect and is accepted for compatibility only. camshaft has no legacy implementation, so enable and "
@@ -201,6 +207,9 @@ class TrainerConfig(RunConfig):
         if self.resume_mode != "resume_path" and self.resume_from_path is not None:
             message = f"has no effect with [resume_mode]={self.resume_mode}. Set [resume_mode]=resume_path."
             yield Problem("resume_from_path", self.resume_from_path, message, ("resume_mode",))
+        if self.max_restarts and self.resume_mode != "auto":
+            message = "requires a run that resumes from its newest checkpoint. Set [resume_mode]=auto."
+            yield Problem("max_restarts", self.max_restarts, message, ("resume_mode",))
         if self.use_legacy_worker_impl in ("enable", True):
             message = "camshaft has no legacy implementation. Omit the key."
             yield Problem("use_legacy_worker_impl", self.use_legacy_worker_impl, message)
