@@ -3,10 +3,10 @@
     python tests/chaos/chaos.py                                  # 20 kills for each layout: about an hour
     python tests/chaos/chaos.py --kills 4 --layouts local,ray --out benchmarks/results/chaos.md
 
-A kill is SIGKILL to the driver, a rank, the generator's process or a reward worker, whichever was killed least often,
-while the run starts, computes or saves. A run that ends because of it is restarted with the same command. The script
-fails if the metrics or the last weights are not bitwise identical, if a process, shared memory or a temporary file
-is left, or if an exit takes too long.
+A kill is SIGKILL to the driver, a rank, a rank of the rollout's own pool, the generator's process or a reward worker,
+whichever was killed least often, while the run starts, computes or saves. A run that ends because of it is restarted
+with the same command. The script fails if the metrics or the last weights are not bitwise identical, if a process,
+shared memory or a temporary file is left, or if an exit takes too long.
 """
 
 from __future__ import annotations
@@ -38,12 +38,18 @@ from support.same_run import RANKS  # noqa: E402
 from camshaft.tracking import deterministic  # noqa: E402
 from camshaft.tracking.jsonl import read_metrics  # noqa: E402
 
+ASYNC: dict[str, Any] = {
+    "async_training.max_staleness": 2,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "actor_rollout_ref.rollout.n": 2,
+}
 RAY = {**RANKS, "trainer.controller": "ray", "ray_kwargs.ray_init": "{include_dashboard: false, num_cpus: 2}"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "local": {},
     "fsdp": RANKS,
     "process": {"actor_rollout_ref.rollout.name": "process"},
     "ray": RAY,
+    "async": {**ASYNC, **RANKS, "+trainer.resource_pools.rollout.n_gpus_per_node": 2},
 }
 SETTINGS: dict[str, Any] = {
     "data.shuffle": True,
@@ -57,6 +63,8 @@ SETTINGS: dict[str, Any] = {
     "trainer.resume_mode": "auto",
     "custom_reward_function.num_workers": 2,
 }
+REPLACED = ("reward worker", "rollout")
+"""Kinds of processes that the driver replaces if they die."""
 EXIT_SECONDS = 60.0
 """Time limit for a run to end after a kill, on a busy machine."""
 LEFT_SECONDS = 30.0
@@ -120,8 +128,16 @@ def victims(driver: int, mark: str) -> dict[str, list[int]]:
         elif "camshaft.rollout.process.child" in text:
             kinds.setdefault("generator", []).append(pid)
         elif (pid in servers and parent in servers) or text.startswith("ray::ActorExecutor"):
-            kinds.setdefault("rank", []).append(pid)
+            kinds.setdefault("rollout" if _log(pid).startswith("rollout_rank") else "rank", []).append(pid)
     return kinds
+
+
+def _log(pid: int) -> str:
+    """Return the name of the file to which a process writes its output."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/1")).name
+    except OSError:
+        return ""
 
 
 def _read(path: str) -> str:
@@ -168,7 +184,7 @@ def kill_and_restart(layout: str, kills: int, folder: Path, seed: int) -> Report
                         break
                     kill(draw.choice(candidates[kind]))
                     report.kills[kind] += 1
-                    if kind != "reward worker":  # the driver replaces a reward worker
+                    if kind not in REPLACED:
                         report.problems += check_exit(process, kind, log, mark, report)
                         break
                 else:
@@ -262,7 +278,7 @@ def _equal(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tenso
 
 
 def table(reports: Sequence[Report]) -> str:
-    kinds = ("driver", "rank", "generator", "reward worker")
+    kinds = ("driver", "rank", "rollout", "generator", "reward worker")
     head = (
         "layout",
         "steps",

@@ -1,0 +1,235 @@
+"""Asynchronous runs whose processes are killed in a named state go on or resume, and equal an undisturbed run.
+
+`make chaos` kills processes of such a run at random moments.
+"""
+
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from support import interrupting
+from support.clock import EventClock
+from support.command_line import Forked, Run, finished
+from support.command_line import start as start_python
+from support.ppo_runs import ppo_args
+from support.processes import MARK, marked, still_running
+from support.shared_folders import shared_folder
+
+from camshaft import subprocesses
+from camshaft.tracking.run_folder import RunFolder
+from chaos.chaos import ASYNC, SETTINGS, differences, kill, kill_and_restart, logged, victims
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+
+Process = Forked | subprocess.Popen[str]
+STEPS, AT, ROWS = 6, 4, 24
+RUN: dict[str, Any] = {
+    **SETTINGS,
+    **ASYNC,
+    "async_training.max_staleness": 1,
+    "actor_rollout_ref.worker_cls": interrupting.HOLDING,
+    "custom_reward_function.path": interrupting.__file__,
+    "data.train_max_samples": ROWS,
+    "trainer.logger": f"[jsonl,{interrupting.NAME}]",
+    "trainer.total_training_steps": STEPS,
+}
+
+
+@pytest.fixture(autouse=True)
+def _import_of_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@cache
+def home() -> Path:
+    return shared_folder("chaos_async_home", lambda folder: ppo_args(folder))
+
+
+def start(
+    run: Path, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Process, str]:
+    """Start the command, and return it with the mark of its processes."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv(interrupting.FOLDER, str(run))
+    arguments = ["ppo", *ppo_args(home(), {**RUN, **overrides, "trainer.default_local_dir": run})]
+    # A fork of this process can neither run its command again nor start Ray.
+    is_forked = not overrides.keys() & {"trainer.max_restarts", "trainer.controller"}
+    return Forked(*arguments) if is_forked else start_python("-m", "camshaft", *arguments), mark
+
+
+def undisturbed() -> Path:
+    def write(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            result = ended(*start(folder / "run", monkeypatch))
+            assert result.status == 0, result
+
+    return shared_folder("chaos_async", write) / "run"
+
+
+@contextmanager
+def held_in(
+    state: str, run: Path, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[Process, str]]:
+    """Start a run, yield it with the mark of its processes when step `AT` is in a state, and release it."""
+    run.mkdir()
+    file = run / f"hold_{state}"
+    if state != "scoring":
+        file.write_text(str(AT))
+    process, mark = start(run, monkeypatch, overrides)
+    deadline = time.monotonic() + interrupting.SECONDS
+    try:
+        while not (run / "held").exists():
+            if state == "scoring" and logged(run) == AT - 1:  # a reward function does not know its step
+                file.write_text(str(AT))
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process, mark
+    finally:
+        if not (run / "held").exists():
+            process.kill()
+        file.unlink()
+
+
+def ended(process: Process, mark: str) -> Run:
+    result = finished(process, interrupting.SECONDS)
+    assert not still_running(marked(mark))
+    return result
+
+
+def kill_in(
+    state: str,
+    victim: str,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Run:
+    """Run until step `AT` is in a state, kill a process, and return how the run ended."""
+    with held_in(state, run, monkeypatch, overrides) as (process, mark):
+        assert process.pid is not None
+        kill(victims(process.pid, mark)[victim][-1])
+    return ended(process, mark)
+
+
+def check(run: Path) -> None:
+    assert differences(run, undisturbed(), STEPS) == []
+    tables = [pyarrow.parquet.read_table(file) for file in sorted((run / "samples").glob("*.parquet"))]
+    rows = pyarrow.parquet.read_table(home() / "data" / "train.parquet").num_rows
+    assert rows > ROWS
+    epochs = STEPS * 8 // ROWS
+    expected = {f"{epoch}/{row}": 2 for epoch in range(epochs) for row in range(ROWS)}
+    assert Counter(uid for table in tables for uid in table["uid"].to_pylist()) == expected
+
+
+CASES = [(state, victim) for state in interrupting.STATES for victim in ("driver", "rank")]
+CASES.append(("scoring", "reward worker"))
+FAST = [("publishing", "rank"), ("storing", "driver")]
+
+
+@pytest.mark.parametrize(
+    ("state", "victim"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_a_run_that_is_killed_in_a_state_is_the_undisturbed_run(
+    state: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    result = kill_in(state, victim, run, monkeypatch)
+    if victim == "rank":
+        assert result.status == 1
+        assert " died in " in result.err
+        assert "Traceback" not in result.err
+    if victim != "reward worker":  # the driver replaces a reward worker
+        result = ended(*start(run, monkeypatch))
+    assert result.status == 0, result.err
+    check(run)
+
+
+GENERATOR = {
+    "process": {"actor_rollout_ref.rollout.name": "process"},
+    "ranks": {"+trainer.resource_pools.rollout.n_gpus_per_node": 2},
+    "ray": {"trainer.controller": "ray", "ray_kwargs.ray_init": "{include_dashboard: false, num_cpus: 2}"},
+}
+RESTARTED = [
+    *((state, "rollout", "ranks") for state in interrupting.STATES),
+    *((state, "generator", "process") for state in ("receiving", "generating", "learning")),
+    ("generating", "rollout", "ray"),
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "victim", "rollout"),
+    [
+        pytest.param(*case, marks=() if case == ("generating", "generator", "process") else pytest.mark.slow)
+        for case in RESTARTED
+    ],
+)
+def test_a_run_goes_on_if_its_generator_is_killed(
+    state: str, victim: str, rollout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    result = kill_in(state, victim, run, monkeypatch, GENERATOR[rollout])
+    assert result.status == 0, result.err
+    assert "starts again (restart 1 of 3 in a row)" in " ".join(result.out.split())
+    check(run)
+
+
+def test_a_command_runs_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    result = kill_in("learning", "rank", run, monkeypatch, {"trainer.max_restarts": 1})
+    assert result.status == 0, result.err
+    assert "the run resumes in 10 s (restart 1 of 1 since the last saved step)" in result.err
+    (restart,) = RunFolder(run).info()["restarts"]
+    assert "died in update_actor" in restart["cause"]
+    assert restart["saved"] == str(AT - 1)
+    check(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    report = kill_and_restart("async", 5, tmp_path, seed=0)
+    assert report.problems == []
+    assert sum(report.kills.values()) == 5
+
+
+WAITS = {
+    "publishing": ("generate", "actor_rollout_ref.publish", f"step {AT} publishes the weights of version {AT - 1}."),
+    "receiving": ("generate", "rollout.receive_weights", f"step {AT} waits for batch {AT + 1}."),
+    "generating": ("generate", "rollout.generate_sequences", f"step {AT} waits for batch {AT + 1}."),
+    "saving": ("save", "actor_rollout_ref.save_checkpoint", ""),
+}
+"""Phase of `trainer.worker_timeouts`, call, and what waits for it in each state."""
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(state, marks=() if state == "generating" else pytest.mark.slow) for state in WAITS]
+)
+def test_a_wait_that_exceeds_its_limit_names_both_sides(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = EventClock(tmp_path / "events", seconds=10_000.0)
+    monkeypatch.setattr(subprocesses, "time", clock)
+    run, (phase, call, waiting) = tmp_path / "run", WAITS[state]
+    limits = {f"trainer.worker_timeouts.{phase}": 5_000, "trainer.worker_timeout": 100_000}
+    with held_in(state, run, monkeypatch, limits) as (process, mark):
+        clock.advance()
+        result = ended(process, mark)
+    assert result.status == 1
+    assert f"{call}: no answer from rank(s) 0 of 1" in result.err
+    assert f"trainer.worker_timeouts.{phase}=5000" in result.err
+    assert f"At that time, {waiting}" in result.err or not waiting
+    monkeypatch.setattr(subprocesses, "time", time)
+    assert ended(*start(run, monkeypatch)).status == 0
+    check(run)
