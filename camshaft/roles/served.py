@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from camshaft import storage
-from camshaft.algorithms.token_losses import LOSSES
+from camshaft.algorithms.token_losses import LOSSES, BoundLoss
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.serve import ServeConfig
 from camshaft.controller import Dispatch, Worker, register
@@ -203,7 +203,7 @@ class ServedWorker(Worker):
                 predictions, result, _ = engine.forward_backward_step(rows, ctx)
             log_probs, value = predictions[OUTPUT], float(result)
         log_probs = log_probs.map(lambda values: values.detach().float()).to("cpu")
-        _check_finite(log_probs, value)
+        _check_finite(rows, log_probs, value, loss_fn)
         return DataProto.from_dict({"log_probs": log_probs}, {"loss": value})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -370,12 +370,18 @@ class ServedWorker(Worker):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
 
 
-def _check_finite(log_probs: Ragged, loss: float) -> None:
-    """Raise `EngineError` that names the first datum whose log-probs are not finite."""
-    invalid = log_probs.row_ids()[~log_probs.values.isfinite()]
-    if len(invalid) or not math.isfinite(loss):
-        cause = f"datum {int(invalid[0])}: a log-prob" if len(invalid) else "the loss"
-        raise EngineError(
-            f"{cause} is not finite; check the logprobs and advantages of the data for extreme values, or go back to "
-            "an earlier state of the model with a lower learning rate"
-        )
+def _check_finite(rows: DataProto, log_probs: Ragged, loss: float, loss_fn: BoundLoss) -> None:
+    """Raise `EngineError` that names the first datum whose log-probs or loss are not finite."""
+    if math.isfinite(loss) and bool(log_probs.values.isfinite().all()):
+        return
+    cause = "the sum of the losses"
+    for index in range(len(rows)):
+        row = log_probs.select([index])
+        is_finite = bool(row.values.isfinite().all())
+        if not is_finite or not math.isfinite(float(loss_fn(rows.reorder([index]), {OUTPUT: row}, {})[0])):
+            cause = f"datum {index}: {'the loss' if is_finite else 'a log-prob'}"
+            break
+    raise EngineError(
+        f"{cause} is not finite; check the logprobs and advantages of the data for extreme values, or go back to an "
+        "earlier state of the model with a lower learning rate"
+    )

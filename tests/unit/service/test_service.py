@@ -138,6 +138,13 @@ def test_a_failed_chunk_fails_the_step_and_clears_the_gradients(client: Client) 
     assert model.log_probs(8, DATA) == undisturbed.log_probs(3, DATA)
 
 
+def test_a_datum_with_an_infinite_loss_is_named(client: Client) -> None:
+    data = [datum([5, 6, 7], logprobs=[old] * 2, advantages=[1.0] * 2) for old in (-1.0, -1e4)]
+    model = client.create_model()
+    with pytest.raises(Failed, match="datum 1: the loss is not finite"):
+        model.wait(model.train(1, data, "importance_sampling"))
+
+
 def test_forward_only_changes_neither_gradients_nor_weights(client: Client) -> None:
     model = client.create_model()
     before = model.log_probs(1, DATA)
