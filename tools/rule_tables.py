@@ -1,4 +1,4 @@
-"""Write the tables of contract rules in docs/engines.md and docs/rollouts.md.
+"""Write the tables of contract rules in docs/engines.md, docs/rollouts.md and docs/tinker-servers.md.
 
 python tools/rule_tables.py
 """
@@ -14,8 +14,13 @@ if __name__ == "__main__":
 from camshaft.contracts.engine.suite import RULES as ENGINE_RULES  # noqa: E402
 from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES  # noqa: E402
 from camshaft.contracts.rules import rule_table  # noqa: E402
+from camshaft.contracts.tinker.suite import RULES as TINKER_RULES  # noqa: E402
 
-TABLES = {"docs/engines.md": rule_table(ENGINE_RULES), "docs/rollouts.md": rule_table(ROLLOUT_RULES)}
+TABLES = {
+    "docs/engines.md": rule_table(ENGINE_RULES),
+    "docs/rollouts.md": rule_table(ROLLOUT_RULES),
+    "docs/tinker-servers.md": rule_table(TINKER_RULES),
+}
 TABLE = re.compile(r"\| rule \| meaning \|\n(\|.*\n)+")
 
 if __name__ == "__main__":

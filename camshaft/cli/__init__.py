@@ -81,6 +81,7 @@ COMMANDS = (
     Command("rollouts", "list rollouts", "camshaft.cli.explain:rollouts"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
+    Command("check-tinker", "check a server of the Tinker API against its contract", "camshaft.cli.check_tinker:main"),
     Command(
         "check-model", "compare a model with transformers, and name what differs", "camshaft.cli.parity:check_model"
     ),

@@ -8,11 +8,14 @@ camshaft check-rollout torch
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from camshaft.errors import ConfigError
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[str, Sequence["Rule"], str], "Iterator[Verdict]"]
 """(scratch folder, rules, device) -> one verdict per rule."""
+_SHOWN = {"holds": "[green]holds [/]", "broken": "[red]BROKEN[/]", "not claimed": "[yellow]no    [/]"}
+"""States of rules in a report."""
 
 
 def engine(argv: Sequence[str]) -> int:
@@ -75,32 +80,55 @@ def _parser(kind: str) -> argparse.ArgumentParser:
         prog=f"camshaft check-{kind}", description=f"Check a backend against the contract for {kind}s."
     )
     parser.add_argument("name", metavar="NAME|pkg.module:Class", help="built-in name, or import path of a custom class")
-    parser.add_argument("--rule", default="", help="check only the rules whose names contain this text")
+    add_report_options(parser)
     parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
     return parser
 
 
 def _report(backend: type, rules: Sequence[Rule], check: Check, options: argparse.Namespace) -> int:
+    """Check the selected rules in a scratch folder, and return the exit status."""
+
+    def verdicts(selected: Sequence[Rule]) -> Iterator[Verdict]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from check(folder, selected, options.device)
+
+    return report(f"{backend.__module__}:{backend.__name__}", rules, verdicts, options)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `report` reads."""
+    parser.add_argument("--rule", default="", help="check only the rules whose names contain this text")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def report(
+    subject: str,
+    rules: Sequence[Rule],
+    check: Callable[[Sequence[Rule]], Iterator[Verdict]],
+    options: argparse.Namespace,
+) -> int:
     """Check the selected rules, print each result and its duration when it is available, and return the exit status."""
     from rich.console import Console
 
-    console = Console(highlight=False)
     selected_rules = [rule for rule in rules if options.rule in rule.name]
     if not selected_rules:
         names = ", ".join(rule.name for rule in rules)
         raise ConfigError(f"--rule {options.rule} matches no rule; use a part of one of these names: {names}")
-    title = f"{backend.__module__}:{backend.__name__} against {len(selected_rules)} rules"
-    console.print(title, markup=False, soft_wrap=True)
-    num_passed = 0
+    console = Console(highlight=False, quiet=options.json)
+    console.print(f"{subject} against {len(selected_rules)} rules", markup=False, soft_wrap=True)
+    results = list[dict[str, Any]]()
     start = previous = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for verdict in check(folder, selected_rules, options.device):
-            now = time.perf_counter()
-            seconds, previous = f"{now - previous:5.1f} s", now
-            num_passed += verdict.problem is None
-            state = "[green]holds [/]" if verdict.problem is None else "[red]BROKEN[/]"
-            console.print(f"{state} {seconds}  {verdict.rule.name}", soft_wrap=True)
-            detail = verdict.problem or verdict.rule.meaning
-            console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
-    console.print(f"{num_passed} of {len(selected_rules)} rules hold ({time.perf_counter() - start:.1f} s)")
-    return 0 if num_passed == len(selected_rules) else 1
+    for verdict in check(selected_rules):
+        now = time.perf_counter()
+        seconds, previous = now - previous, now
+        state = "broken" if verdict.problem is not None else "holds" if verdict.not_claimed is None else "not claimed"
+        detail = verdict.problem or verdict.not_claimed or verdict.rule.meaning
+        results.append({"rule": verdict.rule.name, "state": state, "detail": detail, "seconds": round(seconds, 2)})
+        console.print(f"{_SHOWN[state]} {seconds:5.1f} s  {verdict.rule.name}", soft_wrap=True)
+        console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
+    counts = Counter(result["state"] for result in results)
+    others = f", {counts['not claimed']} are not claimed" if counts["not claimed"] else ""
+    console.print(f"{counts['holds']} of {len(results)} rules hold{others} ({time.perf_counter() - start:.1f} s)")
+    if options.json:
+        sys.stdout.write(json.dumps({"subject": subject, "rules": results}, indent=1) + "\n")
+    return 1 if counts["broken"] else 0

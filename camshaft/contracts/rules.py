@@ -23,6 +23,10 @@ class Violation(Exception):
     """Raised by a rule that an implementation breaks; the message describes the observed behavior."""
 
 
+class NotClaimed(Exception):
+    """Raised by a rule about a feature that an implementation refuses; the message says how."""
+
+
 @dataclass(frozen=True)
 class Rule(Generic[Harness]):
     """One requirement of an interface, and the function that checks it."""
@@ -42,6 +46,8 @@ class Verdict:
 
     rule: Rule[Any]
     problem: str | None
+    not_claimed: str | None = None
+    """Reason why the rule does not concern the implementation; None if it does."""
 
 
 def make_rules(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
@@ -61,6 +67,14 @@ def run_rules(
         yield Verdict(rule, problem)
 
 
+def check_claimed(rule: Rule[Harness], harness: Harness) -> Verdict:
+    """Check a rule that may concern a feature which the implementation does not claim to have."""
+    try:
+        return Verdict(rule, find_problem(lambda: rule.check(harness)))
+    except NotClaimed as reason:
+        return Verdict(rule, None, str(reason))
+
+
 def rule_table(rules: Sequence[Rule[Any]]) -> str:
     """Return a Markdown table of the names and meanings of `rules`; `tools/rule_tables.py` writes it to the docs."""
     return "".join(["| rule | meaning |\n|---|---|\n", *(f"| {rule.name} | {rule.meaning} |\n" for rule in rules)])
@@ -73,6 +87,8 @@ def find_problem(action: Callable[[], Any], implementation: type | None = None) 
     """
     try:
         action()
+    except NotClaimed:
+        raise
     except Violation as violation:
         return str(violation)
     except Exception as error:

@@ -14,6 +14,7 @@ from camshaft.config import reference_page
 from camshaft.contracts.engine.suite import RULES
 from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES
 from camshaft.contracts.rules import Rule, rule_table
+from camshaft.contracts.tinker.suite import RULES as TINKER_RULES
 from camshaft.controller.ray import FORWARDED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
@@ -69,7 +70,9 @@ def test_the_page_on_tracking_has_every_tracker() -> None:
         assert f"\n| `{name}`" in page, name
 
 
-@pytest.mark.parametrize(("name", "rules"), [("engines", RULES), ("rollouts", ROLLOUT_RULES)])
+@pytest.mark.parametrize(
+    ("name", "rules"), [("engines", RULES), ("rollouts", ROLLOUT_RULES), ("tinker-servers", TINKER_RULES)]
+)
 def test_pages_contain_the_generated_table_of_rules(name: str, rules: Sequence[Rule[Any]]) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     before, table, after = page.partition(rule_table(rules))

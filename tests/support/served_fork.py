@@ -21,27 +21,15 @@ from typing import Any, Self
 import torch
 
 from camshaft.config.serve import read_serve_config
-from camshaft.controller import Options, PoolSpec, spawn
-from camshaft.controller.local import start
 from camshaft.http import LocalServer, ServerLimits
 from camshaft.service.app import App
 from camshaft.service.keys import Keys, digest
-from camshaft.service.process import RoleProcess
 from camshaft.service.service import Service
 from camshaft.service.store import LOG
-from support.tinker_clients import Client
+from support.tinker_clients import BASE, Client, InProcessRole
 from support.tiny import tiny_folder
 
 KEY = "tml-fork"
-
-
-class InProcessRole(RoleProcess):
-    """A role in this process, which starts at once."""
-
-    def _start(self) -> None:
-        spec = PoolSpec("worker", device=self.config.device, roles=("served",))
-        self._pool = start([spec], Options())[0]
-        self._role = spawn(self.worker, self.config, pool=self._pool, name="served")
 
 
 class ServedFork:
@@ -93,7 +81,7 @@ class ServedFork:
         self.pid = 0
 
     def client(self, session: str = "") -> Client:
-        client = Client(self.port, KEY, session)
+        client = Client(f"http://127.0.0.1:{self.port}", KEY, BASE, session=session)
         return client if session else client.open()
 
     def query(self, text: str, *values: Any) -> list[Any]:
@@ -106,7 +94,7 @@ class ServedFork:
         torch.set_num_threads(1)  # a forked process has no OpenMP threads
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         values = {
-            "model": f"tiny={tiny_folder(tie_embeddings=False)}",
+            "model": f"{BASE}={tiny_folder(tie_embeddings=False)}",
             "folder": self.folder,
             "device": "cpu",
             "port": self.port,

@@ -234,4 +234,5 @@ def test_a_session_whose_base_model_is_not_served_any_more_keeps_the_others(serv
     server.start(model=f"renamed={tiny_folder(tie_embeddings=False)}")
     assert client.request("get_info", json.dumps({"model_id": model.identifier}).encode())[0] == 404
     assert client.request(f"samplers/{sampler}", method="GET")[0] == 404
-    assert len(client.create_model(1, base="renamed").log_probs(1, DATA)) == 2
+    client.base = "renamed"
+    assert len(client.create_model(1).log_probs(1, DATA)) == 2

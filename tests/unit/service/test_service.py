@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.tinker_clients import (
+    BASE,
     Client,
     Failed,
     RunningServer,
@@ -384,7 +385,7 @@ def test_more_models_than_the_limit_are_refused(client: Client) -> None:
 
 @pytest.mark.parametrize("key", ["", "tml-foreign", "tml-"])
 def test_a_foreign_key_is_refused_everywhere(server: RunningServer, key: str) -> None:
-    stranger = Client(server.port, key)
+    stranger = Client(server.url, key, BASE)
     for path in ("create_session", "retrieve_future", "asample", "client/config", "none"):
         status, content = stranger.request(path, b"{}")
         assert status == 401

@@ -1,0 +1,109 @@
+"""The server of this package follows the rules of the Tinker contract, and the contract rejects broken servers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.broken_tinker import CAUGHT_BY, IsStrict, Routes, ScoresPrompts, running_twin
+
+from camshaft.cli import main
+from camshaft.contracts.rules import NotClaimed, Rule, Violation, check_claimed
+from camshaft.contracts.tinker.harness import Target, TinkerHarness
+from camshaft.contracts.tinker.suite import RULES
+
+BY_NAME = {rule.name: rule for rule in RULES}
+FAST = ("ppo", "gradients add up", "repeated commands run once", "failed chunks fail the step", "seeds decide samples")
+"""Rules and twins of `make test`."""
+NOT_CLAIMED = {"prompts have log probs", "prompts have the most likely tokens", "checkpoints are listed and deleted"}
+"""Rules about what the server refuses."""
+BROKEN = {"clients take turns"}
+"""Rules that the server breaks."""
+WITHOUT_TWIN = BROKEN | {name for name in NOT_CLAIMED if not name.startswith("prompts")}
+"""Rules that the server itself does not keep."""
+
+
+def cases(names: Any) -> Iterator[Any]:
+    for value, name in names:
+        yield pytest.param(value, id=name.replace(" ", "_"), marks=[pytest.mark.slow] * (name not in FAST))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with running_twin(Routes, tmp_path_factory.mktemp("server")) as target:
+        yield target
+
+
+@pytest.mark.parametrize("rule", list(cases((rule, rule.name) for rule in RULES)))
+def test_the_server_keeps_rule(rule: Rule[TinkerHarness], target: Target) -> None:
+    with TinkerHarness(target) as harness:
+        if rule.name in NOT_CLAIMED:
+            with pytest.raises(NotClaimed):
+                rule.check(harness)
+        elif rule.name in BROKEN:
+            with pytest.raises(Violation):
+                rule.check(harness)
+        else:
+            rule.check(harness)
+
+
+@pytest.mark.parametrize("broken", list(cases(CAUGHT_BY.items())))
+def test_contract_names_the_rule_that_a_broken_server_breaks(broken: Any, tmp_path: Path) -> None:
+    with running_twin(broken, tmp_path) as target, TinkerHarness(target) as harness:
+        verdict = check_claimed(BY_NAME[CAUGHT_BY[broken]], harness)
+    assert verdict.problem is not None, verdict.not_claimed
+    assert not verdict.problem.startswith("AssertionError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prompts have log probs", "prompts have the most likely tokens"])
+def test_a_server_that_scores_prompts_keeps_rule(name: str, tmp_path: Path) -> None:
+    with running_twin(ScoresPrompts, tmp_path) as target, TinkerHarness(target) as harness:
+        BY_NAME[name].check(harness)
+
+
+def test_every_rule_has_a_broken_server() -> None:
+    assert set(CAUGHT_BY.values()) == set(BY_NAME) - WITHOUT_TWIN
+
+
+def test_the_page_names_the_rules_that_the_server_does_not_keep() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "tinker-servers.md").read_text(encoding="utf-8")
+    table = page.partition("| rule | state |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert {line.split("|")[1].strip() for line in table.splitlines()} == NOT_CLAIMED | BROKEN
+
+
+def test_the_command_prints_states_and_returns_1_for_a_broken_rule(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"key={target.key}", f"model={target.folder}", "--rule", "fields are", "--json"]
+    assert main(["check-tinker", target.url, *arguments]) == 0
+    states = [rule["state"] for rule in json.loads(capsys.readouterr().out)["rules"]]
+    assert states == ["holds", "holds"]
+    with running_twin(IsStrict, tmp_path) as strict:
+        assert main(["check-tinker", strict.url, f"key={strict.key}", *arguments[1:]]) == 1
+    states = {rule["rule"]: rule["state"] for rule in json.loads(capsys.readouterr().out)["rules"]}
+    assert states == {"unknown fields are ignored": "broken", "missing fields are named": "holds"}
+    assert main(["check-tinker", target.url, *arguments[:2], "--rule", "prompts have log"]) == 0
+    assert "0 of 1 rules hold, 1 are not claimed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["key=tml-x"], "needs key=KEY of the server, and model=FOLDER"),
+        (["key=tml-x", "model=m", "folder=x"], "'folder=x' is not an argument of check-tinker; its keys are key"),
+        (["key=tml-x", "model=m", "dtype=int8"], "dtype=int8 is unknown; set float32"),
+        (["key=tml-x", "model=m", "gap_timeout=soon"], "gap_timeout=soon is not a number"),
+        (["key=tml-x", "model=m"], "does not answer: "),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-tinker", "http://127.0.0.1:9", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_every_rule_has_a_meaning_and_a_unique_name() -> None:
+    assert len(BY_NAME) == len(RULES)
+    for rule in RULES:
+        assert rule.meaning.endswith("."), rule.name

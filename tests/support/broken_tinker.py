@@ -1,0 +1,714 @@
+"""Servers of the Tinker API with one plausible bug each; each breaks one rule of the contract.
+
+    CAUGHT_BY[StepsOnTheRest]            # the name of the rule that fails
+    with running_twin(StepsOnTheRest, folder) as target: ...
+
+All are the real service with one thing replaced: the routes (subclasses of `App`) or the worker (subclasses of
+`ServedWorker`). Most of the bugs were in released servers.
+"""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from camshaft.config.engine import LoRAConfig
+from camshaft.contracts.tinker.harness import Target
+from camshaft.contracts.tinker.oracle import Oracle
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine import StepHyperparameters
+from camshaft.http import Reply, Request, json_reply
+from camshaft.roles.served import ServedModel, ServedWorker
+from camshaft.rollout import SamplingParams
+from camshaft.service import keys
+from camshaft.service.app import App
+from camshaft.wire import messages
+from support.tinker_clients import BASE, RunningServer, running_server
+from support.tiny import tiny_folder
+
+GAP_SECONDS, POLL_SECONDS, POLL_LIMIT = 4.0, 0.5, 2.0
+
+# -- routes ----------------------------------------------------------------------------------------
+
+
+class Routes(App):
+    """Routes with short polls, and methods that change a request or a reply."""
+
+    options: Mapping[str, Any] = {}
+    """Options of the server."""
+    forgets: str | None = None
+    """Pattern of the files of the server that a restart deletes."""
+    seconds = POLL_SECONDS
+
+    def __init__(self, service: Any, keys: Any):
+        super().__init__(service, keys, self.seconds)
+        self.seen: dict[Any, Any] = {}
+
+    def answer(self, request: Request) -> Reply:
+        route = request.path.removeprefix("/api/v1/")
+        if route == "forward_backward":
+            message = messages.ForwardBackwardRequest.FromString(request.body)
+            self.edit_training(message)
+            request = request._replace(body=message.SerializeToString())
+        elif request.method == "POST":
+            content = json.loads(request.body or b"{}")
+            self.edit(route, content)
+            request = request._replace(body=json.dumps(content).encode())
+        return self.edit_reply(route, request, super().answer(request))
+
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        """Change a JSON request."""
+
+    def edit_training(self, message: Any) -> None:
+        """Change a request of forward_backward."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        """Return the reply, or another one."""
+        return reply
+
+
+def content_of(reply: Reply) -> dict[str, Any]:
+    """Return the content of a JSON reply, and nothing for a message."""
+    assert isinstance(reply.body, bytes)
+    return json.loads(reply.body) if reply.kind == "application/json" else {}
+
+
+class HasNoConfig(Routes):
+    """Answer the first request of the SDK with 404."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        return json_reply({"detail": "Not Found"}, 404) if route == "client/config" else reply
+
+
+class CreatesOnce(Routes):
+    """Refuse the creation of a model that has been created, also for a repeated request."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        if route == "create_model" and self.seen.setdefault(request.body, reply) is not reply:
+            return json_reply({"detail": "the model exists already"}, 422)
+        return reply
+
+
+class IsStrict(Routes):
+    """Refuse unknown fields."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        return json_reply({"detail": "extra inputs"}, 422) if b"future_field" in request.body else reply
+
+
+class NamesNoField(Routes):
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        return json_reply({"detail": "validation error"}, 422) if "is missing" in str(reply.body) else reply
+
+
+class OldOptionsWin(Routes):
+    def edit_training(self, message: Any) -> None:
+        for name, value in message.loss_fn_config.items():
+            message.loss_fn_config_v2[name].number = value
+
+
+class ChecksKeysAtSubmission(Routes):
+    """Let anybody fetch results."""
+
+    def refuse(self, request: Request) -> Reply | None:
+        return None if request.path.endswith("retrieve_future") else super().refuse(request)
+
+    def answer(self, request: Request) -> Reply:
+        if request.path.endswith("retrieve_future"):
+            request = request._replace(headers={**request.headers, "X-API-Key": str(self.keys.own_key)})
+        return super().answer(request)
+
+
+class HasOneOwner(Routes):
+    """Let everything belong to all keys."""
+
+    def answer(self, request: Request) -> Reply:
+        return super().answer(request._replace(headers={**request.headers, "X-API-Key": str(self.keys.own_key)}))
+
+
+class ChoosesIds(Routes):
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        content = content_of(reply)
+        is_created = route == "retrieve_future" and content.get("type") == "create_model"
+        return json_reply({**content, "model_id": "model-7f3a"}) if is_created else reply
+
+
+class PollsLong(Routes):
+    seconds = POLL_LIMIT + 1
+
+
+class AnswersConflict(Routes):
+    """Refuse mistakes with a status that the SDK repeats for five minutes."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        return replace(reply, status=409) if reply.status == 422 else reply
+
+
+class HasOtherThresholds(Routes):
+    def edit_training(self, message: Any) -> None:
+        if message.loss_fn == "ppo" and not message.loss_fn_config_v2:
+            message.loss_fn_config_v2["clip_low_threshold"].number = 0.9
+            message.loss_fn_config_v2["clip_high_threshold"].number = 1.1
+
+
+class DropsUnknownInputs(Routes):
+    def edit_training(self, message: Any) -> None:
+        for datum in message.data:
+            for name in set(datum.loss_fn_inputs) - {"target_tokens", "weights", "logprobs", "advantages"}:
+                del datum.loss_fn_inputs[name]
+
+
+class RunsInOrderOfArrival(Routes):
+    """Number the commands of a model when they arrive. Repeated ones keep their number."""
+
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if "seq_id" in content and "model_id" in content:
+            content["seq_id"] = self.number(content["model_id"], (content["seq_id"], json.dumps(content)), True)
+
+    def edit_training(self, message: Any) -> None:
+        message.seq_id = self.number(message.model_id, (message.seq_id, message.SerializeToString()), False)
+
+    def number(self, model_id: str, body: Any, is_step: bool) -> int:
+        numbers = self.seen.setdefault(model_id, {})
+        return numbers.setdefault(body, len(numbers) + 1)
+
+
+class RunsAgain(RunsInOrderOfArrival):
+    """Execute a command that is sent again once more."""
+
+    def number(self, model_id: str, body: Any, is_step: bool) -> int:
+        counter = self.seen.setdefault(model_id, itertools.count(1))
+        return next(counter)
+
+
+class AddsAgain(RunsInOrderOfArrival):
+    """Add the gradients of a forward_backward that is sent again once more."""
+
+    def number(self, model_id: str, body: Any, is_step: bool) -> int:
+        numbers = self.seen.setdefault(model_id, {})
+        key = body if is_step else (body, len(numbers))
+        return numbers.setdefault(key, len(numbers) + 1)
+
+
+class SamplesAgain(Routes):
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if route == "asample":
+            content["seq_id"] = self.seen["samples"] = self.seen.get("samples", 0) + 1
+
+
+class FirstBodyAnswers(Routes):
+    """Answer a number that was used with the promise of its first command, whatever the body is."""
+
+    def answer(self, request: Request) -> Reply:
+        if not request.path.endswith("forward_backward"):
+            return super().answer(request)
+        message = messages.ForwardBackwardRequest.FromString(request.body)
+        key = message.model_id, message.seq_id
+        if key not in self.seen:
+            self.seen[key] = super().answer(request)
+        return self.seen[key]
+
+
+class ForgetsSentResults(Routes):
+    """Delete a result when it is sent, and then answer that the promise is gone."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        if route != "retrieve_future" or reply.status != 200:
+            return reply
+        name = json.loads(request.body)["request_id"]
+        return reply if self.seen.setdefault(name, reply) is reply else json_reply({"detail": "gone"}, 410)
+
+
+class WaitsForEver(Routes):
+    options: Mapping[str, Any] = {"gap_timeout": 1e6}
+
+
+class StepsOnTheRest(Routes):
+    """Do not let a failed chunk fail the step."""
+
+    def edit_training(self, message: Any) -> None:
+        for datum in message.data:
+            targets = np.frombuffer(datum.loss_fn_inputs["target_tokens"].dense, "<i8")
+            message.forward_only |= bool((targets > 1000).any())
+
+
+class StaysPoisoned(Routes):
+    """Refuse all commands of a model after one has failed."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        content = content_of(reply)
+        if "request_id" in content and "model_id" in content:
+            if content["model_id"] in self.seen:
+                return json_reply({"detail": "the model is in a failed state"}, 422)
+            self.seen[content["request_id"]] = content["model_id"]
+        if route == "retrieve_future" and "optim_step changed no weight" in content.get("error", ""):
+            self.seen[self.seen[json.loads(request.body)["request_id"]]] = True
+        return reply
+
+
+class IgnoresSigns(Routes):
+    """Sample with the absolute temperature."""
+
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if (settings := content.get("sampling_params")) and "temperature" in settings:
+            settings["temperature"] = abs(settings["temperature"])
+
+
+class ChangesNames(Routes):
+    """Replace what cannot be in a name, so that different names are the same one."""
+
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if route == "save_weights":
+            content["path"] = content["path"].replace("/", "_").replace("..", "_")
+
+
+class OverwritesInPlace(Routes):
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if route == "save_weights":
+            content["overwrite"] = True
+
+
+class SamplesTheBaseOfSavedWeights(Routes):
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if route == "create_sampling_session" and content.pop("model_path", None):
+            content["base_model"] = BASE
+
+
+class IgnoresTimeToLive(Routes):
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        content.pop("ttl_seconds", None)
+
+
+class ForgetsCommands(Routes):
+    """Keep saved weights only."""
+
+    forgets = "log.sqlite3*"
+
+
+class ForgetsSamplers(ForgetsCommands):
+    """Keep saved weights, and no sampler."""
+
+
+class ScoresPrompts(Routes):
+    """Return log-probs of prompts, which the service does not. Those of transformers are exact."""
+
+    shift = 0
+    fields = ("prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n")
+
+    def edit(self, route: str, content: dict[str, Any]) -> None:
+        if route == "asample":
+            wanted = {name: content.pop(name, None) for name in self.fields}
+            self.seen["wanted"] = content["prompt"]["chunks"][0]["tokens"], wanted
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        if route == "asample" and "wanted" in self.seen and reply.status == 200:
+            self.seen[content_of(reply)["request_id"]] = self.seen.pop("wanted")
+        if route != "retrieve_future" or reply.kind == "application/json":
+            return reply
+        tokens, wanted = self.seen[json.loads(request.body)["request_id"]]
+        assert isinstance(reply.body, bytes)
+        response = messages.SampleResponse.FromString(reply.body)
+        model = Oracle.load(str(tiny_folder(tie_embeddings=False))).model
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        scores = torch.cat([torch.full_like(scores[:1], torch.nan), scores[:-1]]).roll(self.shift, 0)
+        if wanted["prompt_logprobs"]:
+            values = scores[torch.arange(len(tokens)), tokens]
+            values[: -(wanted["prompt_logprobs_last_n"] or len(tokens))] = torch.nan
+            response.prompt_logprobs = values.numpy().astype("<f4").tobytes()
+        if k := wanted["topk_prompt_logprobs"]:
+            best = scores.nan_to_num(-99999).topk(k)
+            table = response.topk_prompt_logprobs
+            table.k, table.length = k, len(tokens)
+            table.token_ids = best.indices.numpy().astype("<i4").tobytes()
+            table.logprobs = best.values.numpy().astype("<f4").tobytes()
+        return Reply(reply.status, response.SerializeToString(), reply.kind)
+
+
+class ScoresTheNextToken(ScoresPrompts):
+    """Shift the log-probs of a prompt by one position."""
+
+    shift = 1
+
+
+class RanksTheNextToken(ScoresTheNextToken):
+    """Shift the top-k log-probs of a prompt by one position."""
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+class TrainsOther(ServedWorker):
+    """Train on other rows, with another loss or with other options."""
+
+    def forward_backward(
+        self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
+    ) -> DataProto:
+        rows, loss, options = self.edit(rows, loss, dict(options))
+        return super().forward_backward(model_id, rows, loss, options, forward_only)
+
+    def edit(self, rows: DataProto, loss: str, options: dict[str, float]) -> tuple[DataProto, str, dict[str, float]]:
+        return self.edit_rows(rows), loss, options
+
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        return rows
+
+
+def scaled(rows: DataProto, factor: float) -> DataProto:
+    """Return rows whose loss is scaled, if it is linear in the weights or advantages."""
+    names = [name for name in ("weights", "advantages") if name in rows]
+    return rows.with_columns(**{name: rows.ragged(name).map(lambda values: values * factor) for name in names})
+
+
+class ShiftsTargets(TrainsOther):
+    """Take the inputs that follow as targets."""
+
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        return rows.with_columns(targets=rows.ragged("input_ids"))
+
+
+class Averages(TrainsOther):
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        return scaled(rows, 1 / int(rows.ragged("loss_mask").values.sum()))
+
+
+class DividesByDatums(TrainsOther):
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        return scaled(rows, 1 / len(rows))
+
+
+class TakesWeightsAsMask(TrainsOther):
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        if "weights" not in rows:
+            return rows
+        return rows.with_columns(weights=rows.ragged("weights").map(lambda values: (values != 0).float()))
+
+
+class HasNoRatio(TrainsOther):
+    """Take importance_sampling as the policy gradient of samples of the current model."""
+
+    def edit(self, rows: DataProto, loss: str, options: dict[str, float]) -> tuple[DataProto, str, dict[str, float]]:
+        if loss != "importance_sampling":
+            return rows, loss, options
+        return rows.with_columns(weights=rows.ragged("advantages")), "cross_entropy", options
+
+
+class KeepsGradientOfClip(TrainsOther):
+    """Take cispo as ppo."""
+
+    def edit(self, rows: DataProto, loss: str, options: dict[str, float]) -> tuple[DataProto, str, dict[str, float]]:
+        return rows, "ppo" if loss == "cispo" else loss, options
+
+
+class HasNoHalf(TrainsOther):
+    """Take dro without the factor 1/2."""
+
+    def edit(self, rows: DataProto, loss: str, options: dict[str, float]) -> tuple[DataProto, str, dict[str, float]]:
+        return rows, loss, {name: value * (2 if name == "beta" else 1) for name, value in options.items()}
+
+
+class HasRatiosOfTokens(TrainsOther):
+    """Take gspo as ppo."""
+
+    def edit(self, rows: DataProto, loss: str, options: dict[str, float]) -> tuple[DataProto, str, dict[str, float]]:
+        return rows, "ppo" if loss == "gspo" else loss, options
+
+
+class ClampsOverflows(TrainsOther):
+    """Train on a datum with an infinite ratio as if it were a large one."""
+
+    def edit_rows(self, rows: DataProto) -> DataProto:
+        if "logprobs" not in rows:
+            return rows
+        return rows.with_columns(logprobs=rows.ragged("logprobs").map(lambda values: values.clamp(min=-20)))
+
+
+class AlwaysTrains(ServedWorker):
+    """Ignore forward_only."""
+
+    def forward_backward(
+        self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
+    ) -> DataProto:
+        return super().forward_backward(model_id, rows, loss, options, False)
+
+
+class ClearsAtEachCall(ServedWorker):
+    """Train on the last chunk only."""
+
+    def forward_backward(
+        self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
+    ) -> DataProto:
+        if not forward_only:
+            with self.models[model_id].engine.train_mode():
+                self._clear(self.models[model_id])
+        return super().forward_backward(model_id, rows, loss, options, forward_only)
+
+
+class ReturnsOther(ServedWorker):
+    """Return other log-probs."""
+
+    def forward_backward(
+        self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
+    ) -> DataProto:
+        out = super().forward_backward(model_id, rows, loss, options, forward_only)
+        return out.with_columns(log_probs=self.edit_log_probs(out.ragged("log_probs")))
+
+    def edit_log_probs(self, log_probs: Ragged) -> Ragged:
+        raise AssertionError
+
+
+class AlignsRight(ReturnsOther):
+    """Cut the log-probs of shorter datums at the right end."""
+
+    def edit_log_probs(self, log_probs: Ragged) -> Ragged:
+        longest = int(log_probs.lengths.max())
+        return Ragged.from_rows([row if len(row) == longest else row.roll(1) for row in log_probs.rows()])
+
+
+class ReturnsHalfPrecision(ReturnsOther):
+    def edit_log_probs(self, log_probs: Ragged) -> Ragged:
+        return log_probs.map(lambda values: values.half().float())
+
+
+class StepsOther(ServedWorker):
+    """Step with other hyperparameters."""
+
+    def optimizer_step(self, model_id: str, hyperparameters: StepHyperparameters) -> Any:
+        return super().optimizer_step(model_id, self.edit(self.models[model_id], hyperparameters))
+
+    def edit(self, model: ServedModel, hyperparameters: StepHyperparameters) -> StepHyperparameters:
+        raise AssertionError
+
+
+class KeepsFirstBetas(StepsOther):
+    betas: tuple[float, float] | None = None
+
+    def edit(self, model: ServedModel, hyperparameters: StepHyperparameters) -> StepHyperparameters:
+        self.betas = self.betas or hyperparameters.betas
+        return replace(hyperparameters, betas=self.betas)
+
+
+class ClipsEachCall(StepsOther):
+    """Bound the norm by as many times the limit as there were calls."""
+
+    def edit(self, model: ServedModel, hyperparameters: StepHyperparameters) -> StepHyperparameters:
+        return replace(hyperparameters, clip_grad=(hyperparameters.clip_grad or 0.0) * model.num_calls)
+
+
+class KeepsGradients(ServedWorker):
+    """Do not clear gradients after a step."""
+
+    def _clear(self, model: ServedModel) -> None: ...
+
+
+class CreatesOther(ServedWorker):
+    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> None:
+        return super().create(model_id, base, None if lora is None else self.edit(lora), seed)
+
+    def edit(self, lora: LoRAConfig) -> LoRAConfig:
+        raise AssertionError
+
+
+class HasNoAlpha(CreatesOther):
+    def edit(self, lora: LoRAConfig) -> LoRAConfig:
+        return replace(lora, alpha=1e-9)
+
+
+class IgnoresSeeds(CreatesOther):
+    count = 0
+
+    def edit(self, lora: LoRAConfig) -> LoRAConfig:
+        self.count += 1
+        return replace(lora, seed=self.count)
+
+
+class IgnoresGroups(CreatesOther):
+    def edit(self, lora: LoRAConfig) -> LoRAConfig:
+        return replace(lora, train_attn=True, train_mlp=True)
+
+
+class SharesEngine(ServedWorker):
+    """Train all models with one engine, so that gradients of clients mix."""
+
+    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> None:
+        if not self.models:
+            return super().create(model_id, base, lora, seed)
+        self.models[model_id] = next(iter(self.models.values()))
+        return None
+
+
+class LoadsIntoTheSource(SharesEngine):
+    """Create a model from saved weights in the engine of the one that was saved."""
+
+
+class LosesMoments(ServedWorker):
+    def load(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+        return super().load(model_id, folder, False)
+
+
+class SamplesOther(ServedWorker):
+    """Sample other versions, with other options or seeds."""
+
+    newest: str | None = None
+    """Last published version."""
+
+    def publish(self, model_id: str, version: str) -> None:
+        self.newest = version
+        return super().publish(model_id, version)
+
+    def sample(self, base: str, version: str, prompts: Ragged, sampling: SamplingParams, seeds: torch.Tensor) -> Any:
+        return super().sample(base, self.choose(version), prompts, self.edit(sampling), self.edit_seeds(seeds))
+
+    def choose(self, version: str) -> str:
+        return version
+
+    def edit(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling
+
+    def edit_seeds(self, seeds: torch.Tensor) -> torch.Tensor:
+        return seeds
+
+
+class SamplesNewestWeights(SamplesOther):
+    def choose(self, version: str) -> str:
+        return self.newest or version
+
+
+class SamplesBaseWithAdapter(SamplesOther):
+    bases: frozenset[str] = frozenset()
+
+    def publish_base(self, base: str, version: str) -> None:
+        self.bases |= {version}
+        return super().publish_base(base, version)
+
+    def choose(self, version: str) -> str:
+        return self.newest or version if version in self.bases else version
+
+
+class PublishesTheBase(ServedWorker):
+    """Publish the weights without the adapter."""
+
+    def publish(self, model_id: str, version: str) -> None:
+        return self.publish_base(self.models[model_id].base, version)
+
+
+class SeedsTheBatch(SamplesOther):
+    """Derive the random numbers of a row from its place in the batch."""
+
+    def edit_seeds(self, seeds: torch.Tensor) -> torch.Tensor:
+        return seeds[0] + torch.arange(len(seeds))
+
+
+class AlwaysStopsAtTheEnd(SamplesOther):
+    def edit(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, ignore_eos=False)
+
+
+class ForgetsTemperature(SamplesOther):
+    """Return log-probs as if the temperature were 1."""
+
+    def sample(self, base: str, version: str, prompts: Ragged, sampling: SamplingParams, seeds: torch.Tensor) -> Any:
+        out = super().sample(base, version, prompts, sampling, seeds)
+        log_probs = out.ragged("rollout_log_probs").map(lambda values: values * sampling.temperature)
+        return out.with_columns(rollout_log_probs=log_probs)
+
+
+CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
+    HasNoConfig: "handshake",
+    CreatesOnce: "requests tolerate lost answers",
+    IsStrict: "unknown fields are ignored",
+    NamesNoField: "missing fields are named",
+    OldOptionsWin: "newer loss options win",
+    ChecksKeysAtSubmission: "foreign keys are refused",
+    HasOneOwner: "keys separate users",
+    ChoosesIds: "ids have the form of the sdk",
+    PollsLong: "polls end in time",
+    AnswersConflict: "mistakes are final",
+    ShiftsTargets: "log probs are those of the targets",
+    AlignsRight: "answers are aligned with datums",
+    Averages: "cross entropy",
+    TakesWeightsAsMask: "weights of any sign",
+    HasNoRatio: "importance sampling",
+    HasOtherThresholds: "ppo",
+    KeepsGradientOfClip: "cispo",
+    HasNoHalf: "dro",
+    HasRatiosOfTokens: "gspo",
+    DividesByDatums: "losses are sums",
+    ReturnsHalfPrecision: "custom losses in two passes",
+    ClearsAtEachCall: "gradients add up",
+    AlwaysTrains: "forward only changes nothing",
+    KeepsFirstBetas: "updates are those of adamw",
+    ClipsEachCall: "clipping is of the sum",
+    KeepsGradients: "steps need gradients",
+    ClampsOverflows: "infinite gradients change nothing",
+    DropsUnknownInputs: "invalid settings are errors",
+    HasNoAlpha: "adapters begin at the base and learn",
+    IgnoresSeeds: "adapter seeds reproduce",
+    IgnoresGroups: "adapter groups select layers",
+    RunsInOrderOfArrival: "commands run in the order of their numbers",
+    RunsAgain: "repeated commands run once",
+    SamplesAgain: "repeated samples are one request",
+    FirstBodyAnswers: "numbers have one body",
+    ForgetsSentResults: "lost answers are fetched again",
+    AddsAgain: "faults do not change weights",
+    WaitsForEver: "gaps end",
+    StepsOnTheRest: "failed chunks fail the step",
+    StaysPoisoned: "models are usable after failures",
+    ForgetsTemperature: "log probs of samples are exact",
+    SeedsTheBatch: "seeds decide samples",
+    AlwaysStopsAtTheEnd: "stops end a sample",
+    SamplesNewestWeights: "samplers keep their version",
+    PublishesTheBase: "samples are of the trained model",
+    SamplesBaseWithAdapter: "base models are not trained",
+    ScoresTheNextToken: "prompts have log probs",
+    RanksTheNextToken: "prompts have the most likely tokens",
+    IgnoresSigns: "invalid prompts are errors",
+    LosesMoments: "states are restored",
+    OverwritesInPlace: "saved weights do not change",
+    ChangesNames: "names are no paths",
+    LoadsIntoTheSource: "models are created from saved weights",
+    SamplesTheBaseOfSavedWeights: "saved samplers are reusable",
+    IgnoresTimeToLive: "checkpoints expire",
+    SharesEngine: "clients are isolated",
+    ForgetsCommands: "restarts lose nothing",
+    ForgetsSamplers: "restarts keep samplers",
+}
+"""Rule that each server breaks."""
+
+
+@contextlib.contextmanager
+def running_twin(kind: type[App] | type[ServedWorker], folder: Path) -> Iterator[Target]:
+    """Run a server in this process, with routes or a worker of another class."""
+    app = kind if issubclass(kind, App) else Routes
+    worker = kind if issubclass(kind, ServedWorker) else ServedWorker
+    options = {"gap_timeout": GAP_SECONDS, **(app.options if issubclass(app, Routes) else {})}
+    other_key = keys.add_key(folder / "keys.txt", "other")
+    with contextlib.ExitStack() as stack:
+
+        def start(port: int) -> RunningServer:
+            return stack.enter_context(running_server(folder, folder / "keys.txt", app, worker, port=port, **options))
+
+        def restart() -> None:
+            stack.close()
+            if issubclass(app, Routes) and app.forgets is not None:
+                for path in (folder / "served").glob(app.forgets):
+                    path.unlink()
+            start(server.port)
+
+        server = start(0)
+        yield Target(
+            server.url,
+            server.key,
+            BASE,
+            str(tiny_folder(tie_embeddings=False)),
+            gap_timeout=GAP_SECONDS,
+            poll_limit=POLL_LIMIT,
+            other_key=other_key,
+            restart=restart,
+        )
