@@ -43,6 +43,7 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
         yield
     except CamshaftError as error:
         from camshaft.checkpoint.manager import LATEST
+        from camshaft.trainer.resume import RESUME_KEYS
 
         trainer, folder = config.trainer, Path(config.trainer.default_local_dir).expanduser()
         record = RunFolder(folder).info() if folder.is_dir() else {}
@@ -59,8 +60,10 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
         facts = record | {RESTARTS: [*record.get(RESTARTS, ()), restart]}
         storage.write_text(folder, INFO, json.dumps(facts, indent=1) + "\n")
         time.sleep(pause)
-        added = [resume_arguments(trainer)] if resume_arguments(trainer) not in ("", *arguments) else []
-        _command[:] = [sys.executable, *sys.orig_argv[1:], *added]
+        added = [resume_arguments(trainer)]
+        if trainer.resume_mode != "auto" and saved is not None:  # the checkpoint of this run replaces the other start
+            added += map("=".join, zip(RESUME_KEYS, ("auto", "null"), strict=True))
+        _command[:] = [sys.executable, *sys.orig_argv[1:], *(word for word in added if word not in ("", *arguments))]
 
 
 def is_temporary(error: BaseException) -> bool:

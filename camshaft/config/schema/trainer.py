@@ -191,7 +191,7 @@ class TrainerConfig(RunConfig):
         0,
         "Number of times that `camshaft ppo` runs its command again without a further saved step, after a process or a "
         "machine of the run has died or does not answer. The pauses are 10, 20, 40, ... seconds, up to ten minutes. "
-        "Requires resume_mode=auto. See async.md.",
+        "See async.md.",
     )
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = key(
         "auto",
@@ -207,9 +207,6 @@ class TrainerConfig(RunConfig):
         if self.resume_mode != "resume_path" and self.resume_from_path is not None:
             message = f"has no effect with [resume_mode]={self.resume_mode}. Set [resume_mode]=resume_path."
             yield Problem("resume_from_path", self.resume_from_path, message, ("resume_mode",))
-        if self.max_restarts and self.resume_mode != "auto":
-            message = "requires a run that resumes from its newest checkpoint. Set [resume_mode]=auto."
-            yield Problem("max_restarts", self.max_restarts, message, ("resume_mode",))
         if self.use_legacy_worker_impl in ("enable", True):
             message = "camshaft has no legacy implementation. Omit the key."
             yield Problem("use_legacy_worker_impl", self.use_legacy_worker_impl, message)

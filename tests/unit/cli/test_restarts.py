@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ppo_runs import ppo_config
+from support.ppo_runs import ppo_args, ppo_config
 
 from camshaft.checkpoint.manager import LATEST
 from camshaft.cli import restarts
 from camshaft.cli.restarts import restarting
+from camshaft.config import load_ppo
 from camshaft.errors import (
     CamshaftError,
     ConfigError,
@@ -132,6 +133,14 @@ def test_a_run_that_has_not_started_is_not_restarted(tmp_path: Path, pauses: lis
     assert not pauses
 
 
-def test_a_restart_requires_a_run_that_resumes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="requires a run that resumes from its newest checkpoint"):
-        ppo_config(tmp_path, {"trainer.max_restarts": 1, "trainer.resume_mode": "disable"})
+def test_a_run_that_starts_over_resumes_from_its_own_checkpoint(tmp_path: Path, pauses: list[float]) -> None:
+    run, error = run_folder(tmp_path), WorkerError("rank 1 of 2 died")
+    folder = f"trainer.default_local_dir={run}"
+    fail(tmp_path, error, **{"trainer.resume_mode": "disable"})
+    assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder]
+    (run / LATEST).write_text("7")
+    fail(tmp_path, error, **{"trainer.resume_mode": "disable"})
+    resume = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder, *resume]
+    repeated = ppo_args(tmp_path, {"trainer.resume_mode": "disable"})
+    assert load_ppo([*repeated, *resume]).trainer.resume_mode == "auto"
