@@ -224,6 +224,9 @@ def test_a_wait_that_exceeds_its_limit_names_both_sides(
     run, (phase, call, waiting) = tmp_path / "run", WAITS[state]
     limits = {f"trainer.worker_timeouts.{phase}": 5_000, "trainer.worker_timeout": 100_000}
     with held_in(state, run, monkeypatch, limits) as (process, mark):
+        while state in ("receiving", "generating") and logged(run) < AT:  # the save of the step waits then
+            time.sleep(0.1)
+        time.sleep(1.0)
         clock.advance()
         result = ended(process, mark)
     assert result.status == 1
