@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 from camshaft.contracts.rules import expect
 from camshaft.contracts.tinker.client import ClientModel, Failed
@@ -21,23 +22,23 @@ def commands_run_in_the_order_of_their_numbers(harness: TinkerHarness) -> None:
     """Commands run in the order of their numbers, in whatever order they arrive; the SDK sends the first chunk of a
     batch last."""
     rows = harness.rows()
-    commands = ("train 0", "train 1", "step", "train 2", "step")
+    batches = (rows[:1], rows[1:2], None, rows[2:], None)  # None is an optimizer step
     for arrival in ((2, 3, 1, 4, 5), (5, 4, 3, 2, 1)):
-        model, oracle = harness.model(), harness.oracle()
-        promises = {}
+        model, oracle, promises = harness.model(), harness.oracle(), list[dict[str, Any]]()
         for number in arrival:
-            name, _, part = commands[number - 1].partition(" ")
-            data = messages(rows[int(part) : int(part) + 1]) if part else []
-            promises[number] = model.train(number, data) if name == "train" else model.step(number, **harness.adam())
-        for command in commands:
-            name, _, part = command.partition(" ")
-            if name == "train":
-                oracle.train(rows[int(part) : int(part) + 1])
+            batch = batches[number - 1]
+            if batch is None:
+                promises.append(model.step(number, **harness.adam()))
             else:
+                promises.append(model.train(number, messages(batch)))
+        for batch in batches:
+            if batch is None:
                 oracle.update(**harness.adam())
-        for number in sorted(promises):
-            model.wait(promises[number])
-        model.num_commands = len(commands)
+            else:
+                oracle.train(batch)
+        for promise in promises:
+            model.wait(promise)
+        model.num_commands = len(batches)
         harness.expect_weights(model, oracle, f"the log-probs after commands that arrived in the order {arrival}")
         harness.finish()
 
