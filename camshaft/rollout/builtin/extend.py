@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,8 @@ class _Block:
     """(R, Q) position of each token in its row."""
     is_token: Tensor
     """(R, Q) False for padding."""
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    """Masks (R, 1, G * Q, L) by window and group size G, which layers share."""
 
     @staticmethod
     def of(rows: slice, first: int, last: int, starts: Tensor, counts: Tensor, positions: Tensor) -> "_Block":
@@ -108,10 +110,15 @@ class _Block:
         group = num_heads // key_heads
         # Query heads that share a key head form one longer query, so keys are not repeated.
         queries = query[0, :, self.tokens].transpose(0, 1).reshape(num_rows, key_heads, group * num_queries, -1)
-        mask = causal_mask(self.positions, self.num_positions, scores.window, query.dtype).repeat(1, group, 1)[:, None]
         sinks = None if sinks is None else sinks.repeat_interleave(num_queries)
-        output = masked_attention(queries, keys, values, mask, scores, sinks)
+        output = masked_attention(queries, keys, values, self._mask(scores.window, group, query.dtype), scores, sinks)
         return output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2)[self.is_token]
+
+    def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        if (window, group) not in self.masks:
+            mask = causal_mask(self.positions, self.num_positions, window, dtype)
+            self.masks[window, group] = mask.repeat(1, group, 1)[:, None]
+        return self.masks[window, group]
 
 
 def _blocks(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
