@@ -5,6 +5,7 @@
 - `routed_experts`: expert choices of a mixture of experts
 - `kv_cache`: KV cache of unfinished rows
 - `steps`, `extend`: model calls on the KV cache, and attention over it
+- `length_classes`: rows with similar lengths, whose attention is computed together
 - `kept_rows`: rows that are kept between calls
 - `decode_trace`: traces a decode step and verifies a fast forward
 - `tracer`: traces a forward into an operator graph

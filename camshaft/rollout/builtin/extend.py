@@ -101,8 +101,8 @@ class _Block:
         return _Block(rows, int(positions[tokens].max()) + 1, tokens, positions[tokens], offsets < counts[rows, None])
 
     def to(self, device: torch.device) -> "_Block":
-        tensors = (tensor.to(device) for tensor in (self.tokens, self.positions, self.is_token))
-        return _Block(self.rows, self.num_positions, *tensors)
+        tokens, positions, is_token = (t.to(device) for t in (self.tokens, self.positions, self.is_token))
+        return _Block(self.rows, self.num_positions, tokens, positions, is_token)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
         """Compute attention: query (1, H, N, D) of all tokens, keys and values (R, Hkv, L, D) -> (tokens, H, Dv)."""

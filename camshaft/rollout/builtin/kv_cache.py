@@ -3,7 +3,7 @@
     cache = KVCache(hf.config, max_model_len=1024)
     cache.reserve(num_slots=65, length=128)
     hf(..., slots=DecodeStep(cache, positions, length))     # the model calls of `steps.py` read and write the slots
-    cache.copy(sources=[7], targets=[2], length=20)
+    cache.copy(sources=[7], targets=[2], lengths=[20])
     row = cache.read(2, 20)                                 # a copy of a row, which needs no slot
     cache.write(0, row)
 
@@ -13,7 +13,7 @@ The first model call determines the shapes, so this module contains no code for 
 import itertools
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,10 @@ LENGTH_MULTIPLE = 64
 
 PAGE = 2**21
 """Size of a huge page in bytes."""
+
+MAX_LARGE_PAGES = 2**25
+"""Maximum size of a tensor with huge pages in bytes. In larger ones, each row has pages of its own, so that unused
+positions need no memory. Attention then takes up to 1.16 times as long."""
 
 LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 """Flag of madvise for huge pages, or None if the system has none."""
@@ -124,35 +128,38 @@ class KVCache:
             self.num_slots, self.length = num_slots, longest
         return num_fitting
 
-    def reserve(self, num_slots: int, length: int, live: int | None = None) -> None:
+    def fits(self, num_slots: int, length: int) -> bool:
+        return num_slots <= self.num_slots and length <= self.length
+
+    def reserve(self, num_slots: int, length: int, live: Sequence[int] | None = None) -> None:
         """Grow to at least `num_slots` slots of at least `length` positions each.
 
-        Without `live`, growing copies all slots. With `live`, it copies only the first `live` slots and slot
-        `num_slots - 1`. A CPU commits only pages that are written, so growing late in a call, when few rows are live,
-        is cheap.
+        Without `live`, growing copies all slots. With the lengths of the live rows, it copies only their positions in
+        the first slots, and slot `num_slots - 1`. A CPU commits only pages that are written, so growing late in a call,
+        when few rows are live, is cheap.
         """
-        if num_slots <= self.num_slots and length <= self.length:
+        if self.fits(num_slots, length):
             return
         if length > self.length:
             # Growing by half limits the number of times that a position is copied while responses grow.
             self.length = min(_round_up(-(-length * 3 // 2)), self.max_length)
-        kept_slots = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
+        kept: list[tuple[slice, int | None]] = [(slice(None), None)]
+        if live is not None:
+            kept = [(slice(slot, slot + 1), length) for slot, length in enumerate(live)]
+            kept.append((slice(num_slots - 1, num_slots), None))
         self.num_slots = max(self.num_slots, num_slots)
         self.reallocations += 1
         for index, (keys, values) in self.layers.items():
-            self.layers[index] = self._grow(keys, kept_slots), self._grow(values, kept_slots)
-        self.states = {key: self._grow_state(state, kept_slots) for key, state in self.states.items()}
+            self.layers[index] = self._grow(keys, kept), self._grow(values, kept)
+        for key, old in self.states.items():
+            self.states[key] = new = old.new_zeros(self.num_slots, *old.shape[1:])
+            for slots, _ in kept:
+                new[: len(old)][slots] = old[slots]
 
-    def _grow_state(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
-        new = old.new_zeros(self.num_slots, *old.shape[1:])
-        for slots in kept_slots:
-            new[: len(old)][slots] = old[slots]
-        return new
-
-    def _grow(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
+    def _grow(self, old: Tensor, kept: list[tuple[slice, int | None]]) -> Tensor:
         new = _zeros(self.num_slots, self.length, old)
-        for slots in kept_slots:
-            new[: len(old)][slots, :, : old.shape[2]] = old[slots]
+        for slots, length in kept:
+            new[: len(old)][slots, :, : old.shape[2]][:, :, :length] = old[slots, :, :length]
         return new
 
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:
@@ -223,8 +230,8 @@ class KVCache:
                 f"{self.name} has {self.num_layers} layers, of which {num_used} use the KV cache; set rollout.name=hf"
             )
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the states and the first `length` positions of slots `sources` to slots `targets`.
+    def copy(self, sources: Tensor, targets: Tensor, lengths: Tensor) -> None:
+        """Copy the states and the first lengths[i] positions of slot sources[i] to slot targets[i].
 
         No slot may be in both.
         """
@@ -232,12 +239,22 @@ class KVCache:
             state[targets] = state[sources]
         blocks = list(itertools.chain(*self.layers.values()))
         if targets.device.type == "cpu":  # on a GPU, indexed copies launch fewer kernels
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for source, target, length in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
                 for block in blocks:
                     block[target].narrow(1, 0, length).copy_(block[source].narrow(1, 0, length))
             return
+        longest = int(lengths.max())
         for block in blocks:
-            block[targets, :, :length] = block[sources, :, :length]
+            block[targets, :, :longest] = block[sources, :, :longest]
+
+    def permute(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
+        """Move rows of some lengths from slots `sources` to slots `targets`, which are the same in another order."""
+        for state in self.states.values():
+            state[targets] = state[sources]
+        for block in itertools.chain(*self.layers.values()):
+            rows = [block[source, :, :length].clone() for source, length in zip(sources, lengths, strict=True)]
+            for target, row in zip(targets, rows, strict=True):
+                block[target, :, : row.shape[1]] = row
 
     def read(self, slot: int, length: int) -> CachedRow:
         """Return a copy of the states and the first `length` positions of a slot."""
@@ -284,8 +301,8 @@ def _gib(num_bytes: int) -> str:
 def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
     """Allocate keys or values of a layer, with the heads and dim of `like` (..., heads, positions, dim).
 
-    They are zeros, because masked positions must not contain NaN. Large tensors on a CPU use huge pages. Attention
-    reads the entire cache in each step and would spend much of its time on TLB misses with small pages.
+    They are zeros, because masked positions must not contain NaN. On a CPU, tensors of up to `MAX_LARGE_PAGES` use huge
+    pages. Attention would otherwise spend some of its time on TLB misses.
     """
     shape = num_slots, like.shape[1], length, like.shape[3]
     count = math.prod(shape)
@@ -293,5 +310,5 @@ def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
     if like.device.type != "cpu" or size < PAGE or LARGE_PAGES is None:
         return like.new_zeros(shape)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(LARGE_PAGES)
+    memory.madvise(LARGE_PAGES if size <= MAX_LARGE_PAGES else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)

@@ -5,10 +5,11 @@
     generation = scheduler.generate()       # or `step`, between which rows are added and removed
 
 The B live rows always occupy slots 0..B-1. When rows end, the last rows move into their slots, so a decode step
-computes only live rows. Waiting rows start when an eighth of the slots is free. Each distinct prompt is computed once
-for all of its rows. If some of these rows do not get a slot yet, a spare slot keeps the prompt's keys and values for
-them. In this module, the prompt of a continued row includes its earlier tokens. Rows with an id are kept when they end,
-and only the new tokens of a kept row are computed (`kept_rows.py`). `rollout.py` and `stream.py` use this module.
+computes only live rows. On a CPU, rows of similar lengths are in adjacent slots (`length_classes.py`). Waiting rows
+start when an eighth of the slots is free. Each distinct prompt is computed once for all of its rows. If some of these
+rows do not get a slot yet, a spare slot keeps the prompt's keys and values for them. In this module, the prompt of a
+continued row includes its earlier tokens. Rows with an id are kept when they end, and only the new tokens of a kept row
+are computed (`kept_rows.py`). `rollout.py` and `stream.py` use this module.
 """
 
 import time
@@ -31,8 +32,9 @@ from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.rollout.builtin.extend import ExtendStep
 from camshaft.rollout.builtin.kept_rows import KeptRows, Resumed
 from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.length_classes import SHORTEST, arrange
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
-from camshaft.rollout.builtin.steps import DecodeStep, PrefillStep
+from camshaft.rollout.builtin.steps import DecodeStep, LengthClass, PrefillStep
 from camshaft.rollout.sampling import Penalties, draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
@@ -106,6 +108,8 @@ class Scheduler:
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)  # see TOKEN, ..., ROW; one column per row
         self.uniforms = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # (future steps, live rows)
         self.decode_step: DecodeStep | None = None  # the last decode step, or None if the live rows have changed
+        self.classes: list[LengthClass] = []
+        """Length classes of the last decode step."""
         self.max_position = 0  # highest position of a live row, which equals its number of cached positions
         self.steps_to_limit = 0  # number of steps until the first live row reaches its limit
         self.samples: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens and log-probs of each step
@@ -236,7 +240,7 @@ class Scheduler:
             if rows and num_tokens > self.max_tokens:
                 break
             self.resumed.popleft()
-            self.cache.reserve(self.num_slots + 1, length + len(new_tokens), num_live + len(rows))
+            self._reserve(length + len(new_tokens), starts)
             self.cache.write(num_live + len(rows), cached, length)
             if self.kept is not None:
                 self.kept.release(cached)
@@ -244,6 +248,11 @@ class Scheduler:
         lengths = [len(new_tokens) for new_tokens in tokens]
         step = ExtendStep(self.cache, lengths, starts, num_live, self.device)
         self._start(rows, self._compute([token for new_tokens in tokens for token in new_tokens], lengths, step))
+
+    def _reserve(self, length: int, started: Sequence[int] = ()) -> None:
+        """Reserve slots of `length` positions. `started` contains the lengths of rows behind the live ones."""
+        if not self.cache.fits(self.num_slots + 1, length):
+            self.cache.reserve(self.num_slots + 1, length, [*self.live[POSITION].tolist(), *started])
 
     def _compute(self, tokens: list[int], lengths: list[int], step: PrefillStep | ExtendStep) -> Tensor:
         """Compute packed tokens, and return the logits (rows, V) of the last token of each row."""
@@ -268,7 +277,7 @@ class Scheduler:
         if has_waiting_rows:
             sources, targets = [*sources, len(prefills) - 1], [*targets, self.num_slots]
         lengths = [len(group.prompt) for group, _ in prefills]
-        self.cache.reserve(self.num_slots + 1, max(lengths), num_live)
+        self._reserve(max(lengths))
         step = PrefillStep(self.cache, lengths, sources, targets, self.device)
         logits = self._compute([token for group, _ in prefills for token in group.prompt], lengths, step)
         if self.recorder is not None:
@@ -297,7 +306,7 @@ class Scheduler:
         num_live = self.live.shape[1]
         rows, waiting_rows = group.rows[: self.num_slots - num_live], group.rows[self.num_slots - num_live :]
         targets = torch.arange(num_live, num_live + len(rows), device=self.device)
-        self.cache.copy(torch.full_like(targets, self.num_slots), targets, len(group.prompt))
+        self.cache.copy(torch.full_like(targets, self.num_slots), targets, torch.full_like(targets, len(group.prompt)))
         if waiting_rows:
             self.groups.appendleft(_PrefixGroup(group.prompt, waiting_rows, group.logits))
         self._start(rows, group.logits.expand(len(rows), -1))
@@ -315,10 +324,11 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Generate one token for each live row."""
+        self._reserve(self.max_position + 1)
+        if self.decode_step is None or not self.decode_step.advance([length for _, length in self.classes]):
+            self._form_classes()
+            self.decode_step = DecodeStep(self.cache, self.live[POSITION], self.max_position + 1, self.classes)
         tokens, positions, _, seeds, rows = self.live
-        self.cache.reserve(self.num_slots + 1, self.max_position + 1, len(rows))
-        if self.decode_step is None or not self.decode_step.advance(self.max_position + 1):
-            self.decode_step = DecodeStep(self.cache, positions, self.max_position + 1)
         if self.recorder is not None:
             self.recorder.start()
         logits = self.forward(tokens, positions, self.decode_step)
@@ -326,6 +336,7 @@ class Scheduler:
             self.recorder.add_step(rows)
         positions += 1
         self.max_position += 1
+        self.classes = [(size, length + 1) for size, length in self.classes]
         self.steps_to_limit -= 1
         if not len(self.uniforms):
             self.uniforms = uniform_numbers(seeds, positions + torch.arange(UNIFORM_STEPS, device=self.device)[:, None])
@@ -384,10 +395,20 @@ class Scheduler:
         sources = live_slots[live_slots >= len(live_slots)]
         if len(sources):
             free_slots = is_removed[: len(live_slots)].nonzero()[:, 0]
-            self.cache.copy(sources, free_slots, self.max_position)
+            self.cache.copy(sources, free_slots, self.live[POSITION, sources])
             order[free_slots] = sources
-        self.live, self.uniforms = self.live.index_select(1, order), self.uniforms.index_select(1, order)
+        self._reorder(order)
         self._update_live_rows()
+
+    def _reorder(self, order: Tensor) -> None:
+        self.live, self.uniforms = self.live.index_select(1, order), self.uniforms.index_select(1, order)
+
+    def _form_classes(self) -> None:
+        """Divide the live rows into length classes. On a GPU, attention reads each row to its own length without."""
+        self.classes = [(self.live.shape[1], self.max_position + 1)]
+        if self.device.type == "cpu" and self.max_position >= SHORTEST:
+            self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())
+            self._reorder(order)
 
     def _stop_mask(self) -> Tensor | None:
         """Return a bool mask (live rows,) of rows that a stop token or string has ended; None if there are no stops."""

@@ -24,6 +24,9 @@ from camshaft.rollout.builtin.kv_cache import KVCache
 ATTENTION_MULTIPLE = 16
 """Granularity of the number of positions that attention reads. Kernels prefer aligned masks."""
 
+LengthClass = tuple[int, int]
+"""Rows in adjacent slots that have similar numbers of positions: their number, and the highest number of positions."""
+
 
 class PrefillStep:
     """A model call on packed prompts. It writes keys, values and states of prompt sources[i] to slot targets[i]."""
@@ -101,27 +104,30 @@ class PrefillStep:
 class DecodeStep:
     """A model call on one token per row. The token of the row in slot i has position positions[i]."""
 
-    def __init__(self, cache: KVCache, positions: Tensor, length: int):
+    def __init__(self, cache: KVCache, positions: Tensor, length: int, classes: Sequence[LengthClass] = ()):
+        """Create a step. Its rows have at most `length` positions, or are divided into classes."""
         self.cache = cache
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
-        self.length = min(-(-length // ATTENTION_MULTIPLE) * ATTENTION_MULTIPLE, cache.length)
+        self.spans = _spans(classes or [(len(positions), length)], cache.length)
         self.stride = cache.length
-        self.masks: dict[int | None, Tensor] = {}
+        self.masks: dict[int | None, list[Tensor]] = {}
         self.indices: dict[int, Tensor] = {}
 
-    def advance(self, length: int) -> bool:
+    def advance(self, lengths: Sequence[int]) -> bool:
         """Advance to the next token of the same rows. The caller has incremented `positions` in place.
 
-        Return False if the caller must create a new step: if the mask is too short, a sliding window moves, or the
-        cache has grown.
+        Return False if the caller must create a new step: if the mask of a class is too short, given the new lengths
+        of all classes, a sliding window moves, or the cache has grown.
         """
-        if length > self.length or self.stride != self.cache.length or self.masks.keys() - {None}:
+        is_long = any(length > limit for length, (_, limit) in zip(lengths, self.spans, strict=True))
+        if is_long or self.stride != self.cache.length or self.masks.keys() - {None}:
             return False
         for indices in self.indices.values():
             indices += 1
-        for mask in self.masks.values():
-            mask.view(len(mask), -1).scatter_(1, self.positions[:, None], 0.0)
+        for masks in self.masks.values():
+            for mask, (rows, _) in zip(masks, self.spans, strict=True):
+                mask.view(len(mask), -1).scatter_(1, self.positions[rows, None], 0.0)
         return True
 
     def attend(
@@ -135,9 +141,11 @@ class DecodeStep:
         num_rows, num_heads, _, dim = query.shape
         # Query heads that share a key head form one longer query, so keys are not repeated.
         grouped_query = query.reshape(num_rows, key.shape[1], -1, dim)
-        keys = keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride())
-        values = values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride())
-        output = masked_attention(grouped_query, keys, values, self._mask(scores.window, query.dtype), scores, sinks)
+        outputs = [
+            masked_attention(grouped_query[rows], keys[rows, :, :length], values[rows, :, :length], mask, scores, sinks)
+            for (rows, length), mask in zip(self.spans, self._masks(scores.window, query.dtype), strict=True)
+        ]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.reshape(num_rows, 1, num_heads, -1)
 
     def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
@@ -150,11 +158,22 @@ class DecodeStep:
             self.indices[num_heads] = (heads * self.cache.length + self.positions[:, None]).flatten()
         return self.indices[num_heads]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask (B, 1, 1, positions), 0 for visible and -inf for hidden positions. All layers share it."""
+    def _masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """Return the masks (rows, 1, 1, positions), 0 for visible and -inf for hidden positions. Layers share them."""
         if window not in self.masks:
-            self.masks[window] = causal_mask(self.positions, self.length, window, dtype)[:, None, None]
+            self.masks[window] = [
+                causal_mask(self.positions[rows], length, window, dtype)[:, None, None] for rows, length in self.spans
+            ]
         return self.masks[window]
+
+
+def _spans(classes: Sequence[LengthClass], limit: int) -> list[tuple[slice, int]]:
+    """Return the slots of each class, and the number of positions that its attention reads, at most `limit`."""
+    stops = list(itertools.accumulate(rows for rows, _ in classes))
+    return [
+        (slice(stop - rows, stop), min(-(-length // ATTENTION_MULTIPLE) * ATTENTION_MULTIPLE, limit))
+        for stop, (rows, length) in zip(stops, classes, strict=True)
+    ]
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -308,7 +308,7 @@ def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     real, now = CUDAGraphDecoder._forward, [0]
 
     def forward(self: CUDAGraphDecoder, num_rows: int, tokens: Tensor, positions: Tensor, slots: DecodeStep) -> Tensor:
-        now[0] = slots.length
+        now[0] = slots.spans[0][1]
         return real(self, num_rows, tokens, positions, slots)
 
     monkeypatch.setattr(CUDAGraphDecoder, "_forward", forward)

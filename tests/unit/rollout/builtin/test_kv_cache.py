@@ -1,5 +1,7 @@
 """Cache slots hold the computed keys and values, and attention over them equals attention over each row."""
 
+import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from camshaft.models.blockwise import Scores
 from camshaft.rollout.builtin import extend
 from camshaft.rollout.builtin import kv_cache as slots_module
 from camshaft.rollout.builtin.extend import ExtendStep
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, PAGE, KVCache
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, MAX_LARGE_PAGES, PAGE, KVCache
 from camshaft.rollout.builtin.steps import ATTENTION_MULTIPLE, DecodeStep, PrefillStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -58,9 +60,11 @@ def oracle(query: Tensor, keys: Tensor, values: Tensor, how: Scores, sinks: Tens
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sizes", [[4], [2, 1, 1]])
 def test_attention_over_slots_equals_attention_per_row(
-    window: int | None, softcap: float | None, with_sinks: bool
+    sizes: list[int], window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
+    """`sizes` are the numbers of rows in each length class."""
     random = torch.Generator().manual_seed(0)
     how, sinks = Scores(0.3, window, softcap), torch.randn(HEADS, generator=random) if with_sinks else None
     lengths, slots = [5, 1, 9], cache()
@@ -82,8 +86,9 @@ def test_attention_over_slots_equals_attention_per_row(
         key, value, query = draw(4, KEY_HEADS, 1, DIM), draw(4, KEY_HEADS, 1, DIM), draw(4, HEADS, 1, DIM)
         length = int(positions.max()) + 1
         slots.reserve(4, length)
-        if not steps or not steps[-1].advance(length):
-            steps.append(DecodeStep(slots, positions, length))
+        classes = [(size, int(part.max()) + 1) for size, part in zip(sizes, positions.split(sizes), strict=True)]
+        if not steps or not steps[-1].advance([longest for _, longest in classes]):
+            steps.append(DecodeStep(slots, positions, length, classes))
         result = steps[-1].attend(layer(0), query, key, value, how, sinks)
         positions += 1
         rows = [
@@ -92,7 +97,10 @@ def test_attention_over_slots_equals_attention_per_row(
         ]
         for i, (k, v) in enumerate(rows):
             assert_attention(result[i, 0], query[i, :, 0], k, v, how, sinks)
-    assert len(steps) == (70 if window else 1 + (9 + 70) // ATTENTION_MULTIPLE)
+    if window:
+        assert len(steps) == 70
+    elif len(sizes) == 1:
+        assert len(steps) == 1 + (9 + 70) // ATTENTION_MULTIPLE
 
 
 @pytest.mark.parametrize("limits", [(256, 2**22), (4, 2**22), (256, 60)])
@@ -185,12 +193,13 @@ def test_growing_keeps_live_slots_and_the_last_slot() -> None:
     """A request for 5 slots in a cache of 6: the last requested slot is slot 4."""
     slots = filled(6, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
-    slots.reserve(5, LENGTH_MULTIPLE + 1, live=2)
+    slots.reserve(5, LENGTH_MULTIPLE + 1, live=[10, 3])
     assert (slots.num_slots, slots.length) == (6, 2 * LENGTH_MULTIPLE)
     for index, tensors in slots.layers.items():
         for now, then in zip(tensors, before[index], strict=True):
-            for slot in (0, 1, 4):
-                assert torch.equal(now[slot, :, :LENGTH_MULTIPLE], then[slot])
+            for slot, length in ((0, 10), (1, 3), (4, LENGTH_MULTIPLE)):
+                assert torch.equal(now[slot, :, :length], then[slot, :, :length])
+                assert not now[slot, :, length:].any()
             assert not now[[2, 3, 5]].any()
             assert not now[:, :, LENGTH_MULTIPLE:].any()
 
@@ -198,7 +207,7 @@ def test_growing_keeps_live_slots_and_the_last_slot() -> None:
 def test_a_pool_gets_more_slots_while_some_are_live() -> None:
     slots = filled(3, 10)
     live = slots.layers[1][0][:1].clone()
-    slots.reserve(9, 10, live=1)
+    slots.reserve(9, 10, live=[LENGTH_MULTIPLE])
     assert slots.num_slots == 9
     assert torch.equal(slots.layers[1][0][:1], live)
     assert not slots.layers[1][0][1:].any()
@@ -236,10 +245,36 @@ def test_keys_and_values_may_differ_in_size() -> None:
 def test_copy_takes_a_slot_to_many() -> None:
     slots = filled(4, 10)
     source = [tensor[3, :, :10].clone() for tensor in slots.layers[1]]
-    slots.copy(torch.tensor([3, 3]), torch.tensor([0, 2]), 10)
+    slots.copy(torch.tensor([3, 3]), torch.tensor([0, 2]), torch.tensor([10, 10]))
     for tensor, expected in zip(slots.layers[1], source, strict=True):
         assert torch.equal(tensor[0, :, :10], expected)
         assert torch.equal(tensor[2, :, :10], expected)
+
+
+def test_rows_exchange_their_slots() -> None:
+    slots = filled(3, 10)
+    before = [tensor.clone() for tensor in slots.layers[1]]
+    slots.permute([0, 1, 2], [2, 0, 1], [10, 4, 7])
+    for now, then in zip(slots.layers[1], before, strict=True):
+        assert torch.equal(now[2, :, :10], then[0, :, :10])
+        assert torch.equal(now[0, :, :4], then[1, :, :4])
+        assert torch.equal(now[1, :, :7], then[2, :, :7])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="requires the memory counts of Linux")
+def test_unused_positions_of_a_large_cache_need_no_memory() -> None:
+    """Rows use 32 of 512 positions. Huge pages would contain the unused ones."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * mmap.PAGESIZE
+
+    slots, key = cache(max_model_len=512), torch.ones(1, 2, 1, 128)
+    slots.reserve(80, 512)
+    before = resident()
+    for block in slots.layer(layer(0), key, key):
+        assert block.nbytes > MAX_LARGE_PAGES
+        block[:, :, :32] = key
+    assert slots.num_bytes / 16 <= resident() - before < slots.num_bytes / 4
 
 
 @pytest.mark.parametrize("large", [True, False])

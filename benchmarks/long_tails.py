@@ -1,0 +1,179 @@
+"""Single answers with long-tailed lengths compared with equal lengths, on the built-in generator.
+
+    python benchmarks/long_tails.py --out benchmarks/results/long_tails.md
+
+Lengths are lognormal with sigma 1, at most 16 medians. Four times as many answers as slots are generated, so that slots
+are refilled. Sides take turns within each round:
+
+- equal: all answers have the mean length
+- long-tailed: the lengths
+- one class: the long-tailed lengths, with attention over as many positions as the longest live row has
+
+Numbers of positions are exact. The needed ones are those of each row itself; a decode step reads more of them. The size
+of the cache is that of the pages in memory (Linux), and the needed size is that of the positions of the live rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from machine import machine
+
+from camshaft.config.engine import EngineModel
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.models.loader import stored_weights
+from camshaft.models.tiny import make_tiny_model
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.builtin import length_classes, scheduler
+from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
+
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+PROMPT = 16
+SAMPLED = ("equal", "long-tailed", "one class")
+
+HEADER = """\
+| answers | time per token | decode steps | positions read per needed one | needed positions per token |
+|---|---|---|---|---|"""
+
+
+class Limited(TorchRollout):
+    """The built-in generator with a token limit per row."""
+
+    limit_of: torch.Tensor
+
+    def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> torch.Tensor:
+        return self.limit_of
+
+
+class CountedStep(DecodeStep):
+    """A decode step that counts positions, and the memory in use."""
+
+    read = needed = peak = peak_needed = 0
+
+    def attend(self, module: Any, *arguments: Any) -> torch.Tensor:
+        if module.layer_idx == 0:
+            needed = int(self.positions.sum()) + len(self.positions)
+            CountedStep.read += sum((rows.stop - rows.start) * length for rows, length in self.spans)
+            CountedStep.needed += needed
+            CountedStep.peak = max(CountedStep.peak, resident())
+            CountedStep.peak_needed = max(CountedStep.peak_needed, needed)
+        return super().attend(module, *arguments)
+
+
+@dataclass
+class Side:
+    """Seconds per token of each round, and counts."""
+
+    seconds: list[float]
+    steps: float = 0
+    read: int = 0
+    needed: int = 0
+    tokens: int = 0
+    cache: float = 0
+    needed_cache: float = 0
+
+
+def resident() -> int:
+    """Return the memory of the process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_SIZE
+
+
+def one_class(lengths: list[int]) -> tuple[list[LengthClass], list[int]]:
+    return [(len(lengths), max(lengths))], [0] * len(lengths)
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
+    median, slots = arguments.median, arguments.slots
+    limit = 16 * median
+    sampling = SamplingParams(limit, ignore_eos=True)
+    config = RolloutEngineConfig(model_path=str(folder), max_model_len=limit + PROMPT, max_num_seqs=slots)
+    rollout = Limited(config)
+    random = torch.Generator().manual_seed(1)
+    tail = (torch.randn(4 * slots, generator=random).exp() * median).long().clamp(1, limit)
+    equal = torch.full_like(tail, round(float(tail.float().mean())))
+    prompts = Ragged.from_rows([(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))])
+    sides = {name: Side([]) for name in SAMPLED}
+    for number in range(arguments.rounds + 1):  # the first one warms up
+        for name in SAMPLED[:: -1 if number % 2 else 1]:
+            rollout.load_weights(stored_weights(EngineModel(path=str(folder))))
+            rollout.limit_of = equal if name == "equal" else tail
+            CountedStep.read = CountedStep.needed = CountedStep.peak = CountedStep.peak_needed = 0
+            plan = one_class if name == "one class" else length_classes.plan
+            rollout.sleep()
+            rollout.wake_up()
+            rollout.load_weights(stored_weights(EngineModel(path=str(folder))))
+            before, start = resident(), time.perf_counter()
+            with (
+                mock.patch.object(scheduler, "DecodeStep", CountedStep),
+                mock.patch.object(length_classes, "plan", plan),
+            ):
+                out = rollout.generate_sequences(prompts, sampling, torch.arange(len(tail)))
+            seconds = time.perf_counter() - start
+            if number:
+                side, position = sides[name], sum(rollout.cache.position_bytes.values())
+                side.tokens, side.steps = len(out.responses.values), out.metrics["decode_steps"]
+                side.seconds.append(seconds / side.tokens)
+                side.read, side.needed = CountedStep.read, CountedStep.needed
+                side.cache, side.needed_cache = CountedStep.peak - before, CountedStep.peak_needed * position
+    return sides
+
+
+def line(name: str, sides: dict[str, Side]) -> str:
+    side = sides[name]
+    ratios = [a / b for a, b in zip(side.seconds, sides["equal"].seconds, strict=True)]
+    cells = [
+        name,
+        f"{statistics.median(ratios):.2f}",
+        f"{side.steps:,.0f}",
+        f"{side.read / side.needed:.2f}",
+        f"{side.needed / side.tokens:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--median", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder, hidden=arguments.hidden, layers=arguments.layers, seed=3)
+        sides = measure(Path(folder), arguments)
+    tail, whole = sides["long-tailed"], sides["one class"]
+    text = f"""# Long-tailed lengths
+
+Time per sampled token relative to equal lengths, and positions of the KV cache that decode steps read: hidden size
+{arguments.hidden}, {arguments.layers} layers, {arguments.slots} slots, {4 * arguments.slots} answers of a median of
+{arguments.median} tokens. Median of {arguments.rounds} rounds on one thread, in which the sides take turns.
+
+{machine()}
+
+{HEADER}
+{chr(10).join(line(name, sides) for name in SAMPLED)}
+
+The memory of the process grows by {tail.cache / tail.needed_cache:.2f} times the size that the keys and values of live
+rows have at their peak, {tail.needed_cache / 2**20:.0f} MiB; with one class by {whole.cache / whole.needed_cache:.2f}.
+"""
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
