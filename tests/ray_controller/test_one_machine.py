@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import ray_here
+from support.episodes import EPISODES, TURNS, game
 from support.late_rank import late_rank
 from support.ppo_runs import Step, run_ppo
 from support.processes import command_line, marked, none_left_behind
@@ -57,7 +58,8 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ste
 
 
 def untimed(step: Step) -> dict[str, float]:
-    return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
+    measured = ("timing_s/", "perf/", "agent/tool_seconds")
+    return {name: value for name, value in step.metrics.items() if not name.startswith(measured)}
 
 
 @pytest.mark.slow
@@ -75,6 +77,17 @@ def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> No
 def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, in_process: tuple[Path, list[Step]]) -> None:
     home, steps = in_process
     compare(run_ppo(home, {**SHUFFLED, **RANKS, **RAY, "trainer.n_gpus_per_node": ranks}, steps=2), steps, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_episodes_on_ray_match_those_of_a_local_run_bitwise(tmp_path: Path) -> None:
+    settings = {**EPISODES, f"{TURNS}.environment": game(tmp_path)}
+    local, remote = (run_ppo(tmp_path, settings | more, steps=2) for more in ({}, RAY))
+    for actual, expected in zip(remote, local, strict=True):
+        assert untimed(actual) == untimed(expected)
+        assert actual.metrics["agent/turns"] == 3
+        assert all(torch.equal(actual.actor[name], weight) for name, weight in expected.actor.items())
 
 
 @pytest.mark.slow
