@@ -2,8 +2,8 @@
 
     python benchmarks/long_tails.py --out benchmarks/results/long_tails.md
 
-Lengths are lognormal with sigma 1, at most 16 medians. Four times as many answers as slots are generated, so that slots
-are refilled. Sides take turns within each round:
+Lengths are lognormal with sigma 1, at most 16 medians. Sixteen times as many answers as slots are generated, so that
+slots are refilled. Sides take turns within each round:
 
 - equal: all answers have the mean length
 - long-tailed: the lengths
@@ -40,6 +40,8 @@ from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 PROMPT = 16
+ANSWERS = 16
+"""Number of answers per slot."""
 SAMPLED = ("equal", "long-tailed", "one class")
 
 HEADER = """\
@@ -100,7 +102,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
     config = RolloutEngineConfig(model_path=str(folder), max_model_len=limit + PROMPT, max_num_seqs=slots)
     rollout = Limited(config)
     random = torch.Generator().manual_seed(1)
-    tail = (torch.randn(4 * slots, generator=random).exp() * median).long().clamp(1, limit)
+    tail = (torch.randn(ANSWERS * slots, generator=random).exp() * median).long().clamp(1, limit)
     equal = torch.full_like(tail, round(float(tail.float().mean())))
     prompts = Ragged.from_rows([(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))])
     sides = {name: Side([]) for name in SAMPLED}
@@ -146,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--median", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -159,8 +161,8 @@ def main() -> None:
     text = f"""# Long-tailed lengths
 
 Time per sampled token relative to equal lengths, and positions of the KV cache that decode steps read: hidden size
-{arguments.hidden}, {arguments.layers} layers, {arguments.slots} slots, {4 * arguments.slots} answers of a median of
-{arguments.median} tokens. Median of {arguments.rounds} rounds on one thread, in which the sides take turns.
+{arguments.hidden}, {arguments.layers} layers, {arguments.slots} slots, {ANSWERS * arguments.slots} answers of
+a median of {arguments.median} tokens. Median of {arguments.rounds} rounds on one thread, in which the sides take turns.
 
 {machine()}
 
