@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import camshaft, sft_args
+from support.ppo_runs import ppo_config
 
 from camshaft import load_run
 from camshaft.config import load_sft
@@ -155,6 +156,12 @@ def test_python_objects_that_no_key_accepts_are_named() -> None:
     assert (as_hooks(None), as_hooks(len), as_hooks([len])) == ((), (len,), (len,))
     with pytest.raises(ConfigError, match="on_step: the hook returned 7"):
         call_hooks([lambda *_: 7], 1, DataProto(), {})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_from_python_has_no_command_to_restart(tmp_path: Path) -> None:
+    launch = Launch("ppo", {"trainer.max_restarts": 1})
+    with pytest.raises(ConfigError, match=r"has no command that could run again, as trainer\.max_restarts requires"):
+        start._status(ppo_config(tmp_path, {"trainer.max_restarts": 1}), launch)
 
 
 def test_a_resumed_run_gets_other_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

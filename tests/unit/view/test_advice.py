@@ -238,5 +238,14 @@ def test_a_failed_run_shows_its_error(tmp_path: Path) -> None:
     assert advice == ("Run failed", "the batch is too large")
 
 
+def test_restarts_are_listed_with_their_causes(running: Callable[..., Path]) -> None:
+    restart = {"at": 0.0, "saved": "7", "pause": 10.0, "cause": "WorkerError: rank 1 of 2 died"}
+    run = RunFolder(running(restarts=[restart]))
+    run.metrics.poll()
+    (advice,) = advise(run, 1030.0)
+    assert advice.title == "Run restarted"
+    assert advice.text.endswith(", last saved step 7, pause 10 s: WorkerError: rank 1 of 2 died")
+
+
 def test_every_symptom_is_tested() -> None:
-    assert set(SYMPTOMS) == {*BAD, "Phase stalled", "Process killed", "Run failed"}
+    assert set(SYMPTOMS) == {*BAD, "Phase stalled", "Process killed", "Run failed", "Run restarted"}
