@@ -20,6 +20,7 @@ own; nothing in this package touches an engine or a rollout.
     keys.py          API keys
     checkpoints.py   names, paths and folders of saved weights
     store.py         the log: sessions, commands and results in an SQLite database
+    runs.py          lists of training runs and saved weights, and their removal
     sessions.py      sessions of clients, which own models and samplers
     errors.py        errors of requests and of commands
     process.py       the process of the role, and its restart

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from camshaft.http import Reply, Request, json_reply
 from camshaft.service.errors import Refused
 from camshaft.service.keys import Keys
+from camshaft.service.runs import Page
 from camshaft.service.service import Service
 from camshaft.wire import messages, schemas
 
@@ -65,9 +66,33 @@ class App:
             ("POST", "retrieve_future"): read(schemas.RetrieveFuture, self._retrieve),
             ("POST", "weights_info"): read(schemas.WeightsInfo, service.weights_info),
         }
-        self._patterns: list[tuple[str, re.Pattern[str], Callable[[str, str], Any]]] = [
-            ("GET", re.compile(r"samplers/([^/]+)"), service.get_sampler),
-            ("POST", re.compile(r"sessions/([^/]+)/finish"), service.finish_session),
+        self._patterns = [(method, re.compile(path), answer) for method, path, answer in self._routes_with_names()]
+
+    def _routes_with_names(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Return the routes with names in their paths: functions of owner, request and these names."""
+        service, runs = self.service, self.service.runs
+
+        def set_ttl(owner: str, request: Request, model_id: str, kind: str, name: str) -> Any:
+            def answer(owner: str, body: schemas.SetTtl) -> Any:
+                return runs.set_ttl(owner, model_id, kind, name, body.ttl_seconds)
+
+            return self._read(schemas.SetTtl, answer)(owner, request)
+
+        run, checkpoint = r"training_runs/([^/]+)", r"training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
+        return [
+            ("GET", r"samplers/([^/]+)", lambda owner, _, name: service.get_sampler(owner, name)),
+            ("POST", r"sessions/([^/]+)/finish", lambda owner, _, name: service.finish_session(owner, name)),
+            ("GET", "sessions", lambda owner, request: runs.list_sessions(owner, Page.of_query(request.query, 20))),
+            ("GET", r"sessions/([^/]+)", lambda owner, _, name: runs.get_session(owner, name)),
+            ("GET", "training_runs", lambda owner, request: runs.list_runs(owner, Page.of_query(request.query, 20))),
+            ("GET", run, lambda owner, _, name: runs.get_run(owner, name)),
+            (
+                *("GET", rf"{run}/checkpoints"),
+                lambda owner, request, name: runs.list_checkpoints(owner, Page.of_query(request.query), name),
+            ),
+            ("GET", "checkpoints", lambda owner, request: runs.list_checkpoints(owner, Page.of_query(request.query))),
+            ("DELETE", checkpoint, lambda owner, _, *names: runs.delete(owner, *names)),
+            ("PUT", rf"{checkpoint}/ttl", set_ttl),
         ]
 
     # -- the interface of the server core -----------------------------------------------------------
@@ -97,8 +122,10 @@ class App:
             if (request.method, path) in self._routes:
                 return self._routes[request.method, path]
             for method, pattern, function in self._patterns:
-                if request.method == method and (match := pattern.fullmatch(path)):
-                    return lambda owner, _, function=function, name=match[1]: function(owner, name)
+                match = pattern.fullmatch(path)
+                if request.method == method and match is not None:
+                    names = match.groups()
+                    return lambda owner, request, function=function, names=names: function(owner, request, *names)
         self._refuse_path(request)
 
     @staticmethod

@@ -31,6 +31,7 @@ from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.models import Creation, Model, ModelFacts, Parts
 from camshaft.service.process import RoleProcess
+from camshaft.service.runs import Runs
 from camshaft.service.sampling import Sampler, Source, Version, Versions
 from camshaft.service.sessions import Session, Sessions, check_owner, check_sdk
 from camshaft.service.store import (
@@ -71,6 +72,7 @@ class Service:
         self.queue, self.futures, self.sessions = JobQueue(self.store), Futures(), Sessions()
         self.versions = Versions(role, self.checkpoints, self._rebuild)
         self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
+        self.runs = Runs(self.checkpoints, self.sessions)
         self._is_closed = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="sessions", daemon=True)
         self._restore()

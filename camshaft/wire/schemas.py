@@ -182,6 +182,11 @@ class WeightsInfo:
     tinker_path: str
 
 
+@dataclass(frozen=True)
+class SetTtl:
+    ttl_seconds: int | None = None
+
+
 # -- answers ------------------------------------------------------------------------------------------
 
 
@@ -195,6 +200,20 @@ class ModelInfo:
     lora_rank: int
     model_name: str
     type: str = "get_info"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Entry of training_runs. The checkpoints are the last ones of each type."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    lora_rank: int | None
+    last_request_time: str
+    last_checkpoint: dict[str, Any] | None
+    last_sampler_checkpoint: dict[str, Any] | None
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,12 @@ def forked_process() -> ProcessPoolExecutor:
 
 def forked() -> list[int]:
     """Return the processes that were forked by the fork server, whose environment they have."""
-    servers = [pid for pid in _children(os.getpid()) if b"multiprocessing.forkserver" in _read(pid, "cmdline")]
-    return [pid for server in servers for pid in _children(server)]
+    servers = [pid for pid in children(os.getpid()) if b"multiprocessing.forkserver" in _read(pid, "cmdline")]
+    return [pid for server in servers for pid in children(server)]
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started."""
     return [int(pid) for pid in _read(parent, f"task/{parent}/children").split()]
 
 

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from support.served_fork import ServedFork
-from support.tinker_clients import Client, ClientModel, Failed, datum, read_samples
+from support.tinker_clients import BASE, Client, ClientModel, Failed, datum, read_samples, running_server
 from support.tiny import tiny_folder
+
+from camshaft.errors import WorkerError
+from camshaft.roles.served import ServedWorker
+from camshaft.service.keys import add_key
 
 DATA = [datum([5, 6, 7, 8, 9]), datum([10, 12, 14], weights=[0.5, -2.0])]
 OTHER = [datum([20, 21, 22, 23])]
@@ -236,3 +240,65 @@ def test_a_session_whose_base_model_is_not_served_any_more_keeps_the_others(serv
     assert client.request(f"samplers/{sampler}", method="GET")[0] == 404
     client.base = "renamed"
     assert len(client.create_model(1).log_probs(1, DATA)) == 2
+
+
+def test_commands_are_refused_without_space_on_the_disk(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    promise = model.train(1, DATA)
+    model.wait(promise)
+    restart(server, min_free_gb=1_000_000)
+    assert "it stops training below 1e+06 GB (min_free_gb)" in model.step(2, 422)["detail"]
+    assert model.wait(promise)
+    restart(server, min_free_gb=0)
+    assert model.wait(model.step(2))["metrics"]["grad_norm"] > 0
+
+
+class DyingWorker(ServedWorker):
+    """A worker that dies in each forward_backward of a token."""
+
+    TOKEN = 77
+    num_deaths = 0
+
+    def forward_backward(self, model_id: str, rows: Any, loss: str, options: Any, forward_only: bool) -> Any:
+        if self.TOKEN in rows.ragged("input_ids").values.tolist():
+            DyingWorker.num_deaths += 1
+            raise WorkerError("rank 0 died: out of memory")
+        return super().forward_backward(model_id, rows, loss, options, forward_only)
+
+
+def test_a_command_in_which_the_worker_dies_fails_and_no_other(tmp_path: Path) -> None:
+    with running_server(tmp_path, worker=DyingWorker, max_models=2) as server:
+        client = server.client()
+        model, undisturbed = client.create_model(0), client.create_model(1)
+        for each in (model, undisturbed):
+            train(each, 1)
+        good, deadly, step = model.train(4, DATA), model.train(5, [datum([5, 77, 6])]), model.step(6)
+        assert model.wait(good)
+        with pytest.raises(Failed, match=r"the worker process ended in each of 3 attempts: .*out of memory") as caught:
+            model.wait(deadly)
+        assert caught.value.category == "server"
+        with pytest.raises(Failed, match=r"changed no weight and cleared the gradients.*ended in each of 3 attempts"):
+            model.wait(step)
+        assert DyingWorker.num_deaths == 3
+        assert model.log_probs(7, DATA) == undisturbed.log_probs(4, DATA)
+        promises = [each.train(number, OTHER) for each, number in ((model, 8), (undisturbed, 5))]
+        assert model.wait(promises[0]) == undisturbed.wait(promises[1])
+        assert model.wait(model.step(9)) == undisturbed.wait(undisturbed.step(6))
+
+
+def test_a_session_of_another_key_is_invisible(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    key = add_key(keys, "alice")
+    with running_server(tmp_path, keys, worker=ServedWorker) as server:
+        owner, stranger = server.client(), Client(server.url, key, BASE).open()
+        model = owner.create_model()
+        model.wait(model.command("save_weights", 1, path="a"))
+        for path in ("training_runs", "checkpoints", "sessions"):
+            lists = json.loads(stranger.request(path, method="GET")[1])
+            assert owner.session not in json.dumps(lists)
+        url = f"training_runs/{model.identifier}"
+        assert stranger.request(url, method="GET")[0] == 404
+        assert stranger.request(f"{url}/checkpoints/weights/a", method="DELETE")[0] == 404
+        assert stranger.request(f"sessions/{owner.session}", method="GET")[0] == 401
+        assert owner.request(f"{url}/checkpoints/weights/a", method="DELETE")[0] == 200

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -350,6 +351,69 @@ def test_a_name_is_no_path(client: Client, name: str) -> None:
 def test_a_path_that_leaves_the_folder_is_refused(client: Client, path: str) -> None:
     body = {"session_id": client.session, "model_seq_id": 0, "path": path}
     assert "is not the path of saved weights" in client.post("load_weights", 404, **body)["detail"]
+
+
+def get(client: Client, path: str) -> dict[str, Any]:
+    status, content = client.request(path, method="GET")
+    assert status == 200, content
+    return json.loads(content)
+
+
+def test_saved_weights_are_listed_and_deleted(server: RunningServer) -> None:
+    client = server.client()
+    model = client.create_model()
+    paths = [model.wait(model.command("save_weights", n, path=f"s{n}"))["path"] for n in (1, 2)]
+    paths.append(model.wait(model.command("save_weights_for_sampler", 3, path="s3", ttl_seconds=3600))["path"])
+    listed = get(client, f"training_runs/{model.identifier}/checkpoints")["checkpoints"]
+    assert [row["tinker_path"] for row in listed] == paths[::-1]
+    assert [row["checkpoint_type"] for row in listed] == ["sampler", "training", "training"]
+    assert [row["expires_at"] is None for row in listed] == [False, True, True]
+    assert all(row["size_bytes"] > 1000 for row in listed)
+    page = get(client, "checkpoints?limit=1&offset=1")
+    assert page["checkpoints"] == listed[1:2]
+    assert page["cursor"].items() >= {"offset": 1, "limit": 1}.items()
+    run = get(client, f"training_runs/{model.identifier}")
+    assert run["last_checkpoint"]["tinker_path"] == paths[1]
+    listed_runs = {row["training_run_id"]: row for row in get(client, "training_runs")["training_runs"]}
+    assert listed_runs[model.identifier].items() >= {**run, "last_request_time": ANY}.items()
+    assert get(client, f"sessions/{client.session}")["training_run_ids"] == [model.identifier]
+    assert client.session in get(client, "sessions")["sessions"]
+    assert client.request(f"training_runs/{model.identifier}/checkpoints/weights/s2", method="DELETE")[0] == 200
+    assert client.request(f"training_runs/{model.identifier}/checkpoints/weights/s2", method="DELETE")[0] == 404
+    body = {"session_id": client.session, "model_seq_id": 1, "path": paths[1]}
+    assert "no weights are saved under this path" in client.post("load_weights", 404, **body)["detail"]
+    assert client.request("checkpoints?limit=-1", method="GET")[0] == 422
+
+
+def test_weights_that_a_sampler_uses_outlive_their_name(server: RunningServer) -> None:
+    client = server.client()
+    model = client.create_model()
+    path = model.wait(model.command("save_weights_for_sampler", 1, path="used", ttl_seconds=3600))["path"]
+    model.wait(model.command("save_weights", 2, path="unused"))
+    sampler = client.sampler(0, model_path=path)
+    rows = client.sample(sampler, 0, [5, 6], 2, seed=4)
+    url = f"training_runs/{model.identifier}/checkpoints"
+    status, _ = client.request(f"{url}/weights/unused/ttl", b'{"ttl_seconds": 1}', method="PUT")
+    assert status == 200
+    assert client.request(f"{url}/sampler_weights/used", method="DELETE")[0] == 200
+    folder = Path(server.config.folder) / client.session / "0"
+    while (folder / "weights" / "unused.json").exists():
+        time.sleep(0.1)
+        server.service.sweep_checkpoints()
+    assert not list((folder / "weights").iterdir())
+    kill_worker(server)  # whose memory has the weights
+    assert [row[0] for row in client.sample(sampler, 1, [5, 6], 2, seed=4)] == [row[0] for row in rows]
+    server.finish()
+    server.service.sweep_checkpoints()
+    assert not list((folder / "sampler_weights").iterdir())
+
+
+@pytest.mark.parametrize("value", [0, -5])
+def test_a_time_to_live_is_above_zero(client: Client, value: int) -> None:
+    model = client.create_model()
+    model.wait(model.command("save_weights", 1, path="a"))
+    url = f"training_runs/{model.identifier}/checkpoints/weights/a/ttl"
+    assert client.request(url, json.dumps({"ttl_seconds": value}).encode(), method="PUT")[0] == 422
 
 
 # -- sessions, keys, limits, crashes ------------------------------------------------------------------
