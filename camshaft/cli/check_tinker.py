@@ -40,8 +40,10 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         models = client.call("GET", "get_server_capabilities")["supported_models"]
-    except (OSError, HTTPException, Refused) as error:
-        raise ConfigError(f"{client.url} does not answer: {error}. Check the URL and key=") from error
+    except Refused as error:
+        raise ConfigError(f"{client.url} refuses the first request: {error}. Check key= and the URL") from error
+    except (OSError, HTTPException) as error:
+        raise ConfigError(f"{client.url} does not answer: {error}. Check the URL") from error
     base = _choose_base(values.get("base"), [model["model_name"] for model in models])
     target = Target(
         client.url,

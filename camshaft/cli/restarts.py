@@ -69,7 +69,8 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
 def is_temporary(error: BaseException) -> bool:
     """Return True for the death of a process or a machine, a wait that exceeded its limit, and a broken connection.
 
-    Errors that the code of a role raised on a rank are not, except those of libraries that communicate.
+    Errors that the code of a role raised on a rank are not, except ConnectionError and RuntimeError. Libraries that
+    communicate raise these, and so does torch, for example if the memory of a device is exhausted.
     """
     if isinstance(error, GeneratorError):
         return True

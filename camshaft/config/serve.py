@@ -35,7 +35,9 @@ class ServeConfig(Section):
     )
     host: Text = key("127.0.0.1", "Address to listen on. Any other than the loopback address requires keys.")
     port: int = key(8080, "Port to listen on. 0 selects a free one.", ge=0, le=65535)
-    folder: Text = key("served", "Folder of the saved weights, of the sessions, of the server's key and of the log.")
+    folder: Text = key(
+        "served", "Folder of the saved weights, the sessions (log.sqlite3), the server's key and log.txt."
+    )
     keys: Text | None = key(
         None,
         "File with the digests of further API keys, one `name digest` per line. camshaft serve new_key=NAME adds one.",
@@ -71,7 +73,8 @@ class ServeConfig(Section):
     )
     replay_tolerance: float = key(
         0.0,
-        "Maximum difference between the results of a command that is executed again after a crash.",
+        "Maximum difference between the result of a command that is executed again after a crash and the delivered "
+        "one. Beyond it, the model is closed.",
         ge=0,
     )
     seed: int = key(0, "Number from which the seeds of adapters and samples are derived if a client sets none.", ge=0)

@@ -160,7 +160,9 @@ def failure_of(error: Exception) -> Result:
     if isinstance(error, CommandError):
         return Result.of_error("user", str(error))
     logger.error("a command failed", exc_info=error)
-    return Result.of_error("server", f"{type(error).__name__}: {error}; the log of the server has the traceback")
+    return Result.of_error(
+        "server", f"{type(error).__name__}: {error}; log.txt in the folder of the server has the traceback"
+    )
 
 
 class Repetitions:
@@ -208,8 +210,8 @@ class CommandLog:
             if future is None:
                 if number < self._next:
                     raise Refused(
-                        f"command {number} came after those that waited for it had been given up; they have failed, so "
-                        "send it with a new number"
+                        f"command {number} arrived too late (gap_timeout): the commands that waited for it have "
+                        "failed; send it, and them, with new numbers"
                     )
                 admit()
                 future = self.futures.create(session_of(self.subject), (self.subject, number))
@@ -250,7 +252,8 @@ class CommandLog:
             reason = (
                 f"command {missing} of this model did not arrive within {gap_timeout:g} s (gap_timeout), so "
                 f"{'commands' if len(numbers) > 1 else 'command'} {', '.join(map(str, numbers))}, which waited for it, "
-                "failed and changed nothing; send them again with new numbers"
+                "failed and changed no weight; the next optim_step fails too and clears the gradients, so send the "
+                "whole batch again with new numbers"
             )
             logger.warning("%s", reason)
             self.queue.store.write(*(abandon_entry(self.subject, number, reason) for number in numbers))

@@ -160,14 +160,14 @@ class Model:
     def ensure_current(self) -> None:
         """Restore the model if the worker process has been started since. Raise `CommandError` if it has ended."""
         if self._ended is not None:
-            raise CommandError(f"{self._ended}; create a new one, or load saved weights")
+            raise CommandError(f"{self._ended}; create a new model, or load saved weights")
         if self._generation != self.role.generation:
             try:
                 self._restore()
             except CommandError as error:
                 self._ended = f"the model {self.identifier} cannot be restored: {error}"
                 logger.error("%s", self._ended)
-                raise CommandError(f"{self._ended}; create a new one, or load saved weights") from error
+                raise CommandError(f"{self._ended}; create a new model, or load saved weights") from error
 
     def _restore(self) -> None:
         """Load the last saved state, and execute the commands behind it."""
@@ -212,8 +212,8 @@ class Model:
         if difference > tolerance:
             raise CommandError(
                 f"command {entry.number} ({entry.kind}), which was executed again, gave a result that differs by "
-                f"{difference:g} from the delivered one (replay_tolerance={tolerance:g}); for an engine that is not "
-                "deterministic, set a larger tolerance"
+                f"{difference:g} from the delivered one; if the engine is not deterministic, start the server with a "
+                f"larger replay_tolerance ({tolerance:g})"
             )
 
     def _build(self) -> None:
@@ -340,7 +340,7 @@ class Model:
             self._call("clear_gradients")
             self._failure = None
             return (
-                "optim_step changed no weight and cleared the gradients, because a forward_backward before it failed: "
+                "optim_step changed no weight and cleared the gradients, because a command of its batch failed: "
                 f"{reason}"
             )
 

@@ -367,7 +367,8 @@ class Service:
         future = self.futures.find(body.request_id)
         if future is None:
             raise Refused(
-                f"there is no result {body.request_id}: its session has ended, or the server was started again",
+                f"there is no result {body.request_id}: its session has ended, or its base model is not served any "
+                "more; create a new ServiceClient",
                 HTTPStatus.GONE,
             )
         check_owner(self.sessions.find(future.session, owner).owner, owner)
@@ -410,7 +411,11 @@ class Service:
             future = sampler.repetitions.find(body.seq_id, digest)
             if future is None:
                 if self.futures.num_pending(session.identifier) >= self.config.max_futures:
-                    raise Refused("too many samples are pending", HTTPStatus.TOO_MANY_REQUESTS)
+                    raise Refused(
+                        f"{self.config.max_futures} results of this session are pending (max_futures); wait for some "
+                        "of them before the next sample",
+                        HTTPStatus.TOO_MANY_REQUESTS,
+                    )
                 future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id))
                 entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
                 self.store.write(add_entry(entry))

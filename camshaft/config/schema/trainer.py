@@ -189,8 +189,9 @@ class TrainerConfig(RunConfig):
     resume_from_path: Path | None = key(None, "Checkpoint to resume from with resume_mode=resume_path.")
     max_restarts: NonNegativeInt = key(
         0,
-        "Number of times that `camshaft ppo` runs its command again without a further saved step, after a process or a "
-        "machine of the run has died or does not answer. The pauses are 10, 20, 40, ... seconds, up to ten minutes. "
+        "Maximum number of times since the last saved step that `camshaft ppo` runs its command again, after a process "
+        "or a machine has died, has not answered in time, or has lost its connection. The pauses are 10, 20, 40, ... "
+        "seconds, up to ten minutes. "
         "See async.md.",
     )
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = key(

@@ -145,8 +145,8 @@ def ids_have_the_form_of_the_sdk(harness: TinkerHarness) -> None:
 
 
 def polls_end_in_time(harness: TinkerHarness) -> None:
-    """A poll of a pending promise ends within the time limit of the SDK, with the status 408, and several polls of one
-    promise are answered."""
+    """A poll of a pending promise is answered within the time limit of the SDK with try_again (status 408 or 200), and
+    so are several polls of one promise."""
     model = harness.model(rank=8)
     promise = model.step(2)  # waits for command 1
     begin = time.monotonic()
@@ -168,7 +168,7 @@ def polls_end_in_time(harness: TinkerHarness) -> None:
 
 def mistakes_are_final(harness: TinkerHarness) -> None:
     """A mistake of the client is answered with a status that the SDK does not repeat, and with a sentence; a command
-    that fails is a result and no HTTP error."""
+    that fails is a result with an error, or answered with a final status."""
     client = harness.client()
     model = client.create_model()
     requests = (

@@ -73,7 +73,7 @@ def dro(harness: TinkerHarness) -> None:
 
 
 def gspo(harness: TinkerHarness) -> None:
-    """The loss gspo has the ratio of the sequence, the exponential of the mean log-ratio over the mask, with the
+    """The loss gspo is ppo with the ratio of the sequence, exp(mean of the log-ratios where the mask is 1), and the
     gradient of each token's own log-prob."""
     rows = harness.rl_rows(sequence_ratio_mask=1.0)
     first = rows[0]

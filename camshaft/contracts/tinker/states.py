@@ -81,8 +81,8 @@ def names_are_no_paths(harness: TinkerHarness) -> None:
 
 
 def models_are_created_from_saved_weights(harness: TinkerHarness) -> None:
-    """Loading in another session creates a model with the rank and the groups of layers of the saved one, whose numbers
-    begin anew. Its updates do not change the saved weights or the model that they came from."""
+    """Loading in another session creates a model with the rank and the groups of layers of the saved one. Its
+    commands are numbered from 1 again. Its updates do not change the saved weights or the model that they came from."""
     source, rows = harness.model(rank=4, train_mlp=False), messages(harness.rows())
     path, expected = _save_after_update(source, rows)
     rank = source.client.saved_rank(path)
@@ -162,8 +162,8 @@ def checkpoints_expire(harness: TinkerHarness) -> None:
 
 
 def clients_are_isolated(harness: TinkerHarness) -> None:
-    """Two clients that train a model each, in turn, get the results that each gets alone. A failure of one is none of
-    the other."""
+    """Two clients that train a model each, in turn, get the results that each gets alone. A failure of one does not
+    affect the other."""
     with claimed("two models in training"):
         models = [harness.client().create_model() for _ in range(2)]
     batches = [messages(harness.rows(seed=number)) for number in range(2)]
@@ -188,7 +188,7 @@ def clients_are_isolated(harness: TinkerHarness) -> None:
 
 
 def clients_take_turns(harness: TinkerHarness) -> None:
-    """A client does not wait for more than one command of another one, however many the other one has sent."""
+    """A client waits for a few commands of another one at most, however many the other one has sent."""
     with claimed("two models in training"):
         busy, other = (harness.client().create_model() for _ in range(2))
     long = messages(harness.rows(*[40] * 16))
@@ -205,7 +205,7 @@ def clients_take_turns(harness: TinkerHarness) -> None:
     num_after = sum(moment >= end for moment in ends)
     expect(
         num_before <= MAX_BEFORE,
-        f"a command waited for {num_before} commands of another client, of which {num_after} followed",
+        f"{num_before} commands of another client ended before a command that was sent later, and {num_after} after it",
     )
 
 

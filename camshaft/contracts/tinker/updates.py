@@ -41,7 +41,7 @@ def gradients_add_up(harness: TinkerHarness) -> None:
 
 
 def forward_only_changes_nothing(harness: TinkerHarness) -> None:
-    """A request with forward_only neither changes weights nor gradients, and returns the same log-probs and loss."""
+    """A request with forward_only changes neither weights nor gradients, and returns the same log-probs and loss."""
     model, oracle, rows = harness.model(), harness.oracle(), harness.rows()
     others = harness.rows(7, 7, seed=3)
     expected = oracle.train(rows)
