@@ -16,12 +16,10 @@ from camshaft.contracts.tinker.suite import RULES
 BY_NAME = {rule.name: rule for rule in RULES}
 FAST = ("ppo", "gradients add up", "repeated commands run once", "failed chunks fail the step", "seeds decide samples")
 """Rules and twins of `make test`."""
-NOT_CLAIMED = {"prompts have log probs", "prompts have the most likely tokens", "checkpoints are listed and deleted"}
+NOT_CLAIMED = {"prompts have log probs", "prompts have the most likely tokens"}
 """Rules about what the server refuses."""
 BROKEN = {"clients take turns"}
 """Rules that the server breaks."""
-WITHOUT_TWIN = BROKEN | {name for name in NOT_CLAIMED if not name.startswith("prompts")}
-"""Rules that the server itself does not keep."""
 
 
 def cases(names: Any) -> Iterator[Any]:
@@ -64,7 +62,7 @@ def test_a_server_that_scores_prompts_keeps_rule(name: str, tmp_path: Path) -> N
 
 
 def test_every_rule_has_a_broken_server() -> None:
-    assert set(CAUGHT_BY.values()) == set(BY_NAME) - WITHOUT_TWIN
+    assert set(CAUGHT_BY.values()) == set(BY_NAME) - BROKEN
 
 
 def test_the_page_names_the_rules_that_the_server_does_not_keep() -> None:

@@ -285,6 +285,13 @@ class IgnoresTimeToLive(Routes):
         content.pop("ttl_seconds", None)
 
 
+class DeletesNothing(Routes):
+    """Confirm a deletion without one."""
+
+    def answer(self, request: Request) -> Reply:
+        return json_reply({}) if request.method == "DELETE" else super().answer(request)
+
+
 class ForgetsCommands(Routes):
     """Keep saved weights only."""
 
@@ -674,6 +681,7 @@ CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
     ChangesNames: "names are no paths",
     LoadsIntoTheSource: "models are created from saved weights",
     SamplesTheBaseOfSavedWeights: "saved samplers are reusable",
+    DeletesNothing: "checkpoints are listed and deleted",
     IgnoresTimeToLive: "checkpoints expire",
     SharesEngine: "clients are isolated",
     ForgetsCommands: "restarts lose nothing",
