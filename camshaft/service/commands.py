@@ -6,13 +6,15 @@
 
 A client numbers the commands of a model 1, 2, 3, ... and sends several at once; the SDK sends the first chunk of a
 batch last. A command is queued when all commands with smaller numbers have been queued. The queue executes jobs one
-after the other. Jobs with the same `batch` key, which requests for samples have, are executed together.
+after the other. Sessions take turns, so a client waits for one job of each other client, however many they have queued.
+Jobs with the same `batch` key, which requests for samples have, are executed together.
 
 A command is in the log of the server (store.py) before its request is answered, and so is its result before a client
 gets it. A server that is started again therefore continues where the log ends.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import threading
@@ -66,11 +68,12 @@ class Command:
 
 
 class JobQueue:
-    """Jobs of all models and samplers, in the order in which they became ready."""
+    """Jobs of all sessions, which take turns. The jobs of a session are in the order in which they became ready."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._jobs: deque[Job] = deque()
+        self._jobs: dict[str, deque[Job]] = {}
+        """Jobs by session. The first session has the next turn."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._execute_all, name="commands", daemon=True)
@@ -81,7 +84,7 @@ class JobQueue:
     def close(self, jobs: Sequence[Job] = ()) -> None:
         """Execute these jobs in place of those that are queued, which remain in the log, and end the thread."""
         with self._changed:
-            self._jobs, self._is_closed = deque(jobs), True
+            self._jobs, self._is_closed = {"": deque(jobs)} if jobs else {}, True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -89,11 +92,11 @@ class JobQueue:
     def put(self, job: Job) -> None:
         with self._changed:
             if not self._is_closed:
-                self._jobs.append(job)
+                self._jobs.setdefault(job.future.session, deque()).append(job)
                 self._changed.notify_all()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(map(len, self._jobs.values()))
 
     def _execute_all(self) -> None:
         while jobs := self._take():
@@ -112,24 +115,33 @@ class JobQueue:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return []
-            first = self._jobs[0]
-            if first.batch is None:
-                return [self._jobs.popleft()]
-            self._gather()
-            batch, others, num_rows = list[Job](), deque[Job](), 0
-            for job in self._jobs:
-                fits = job.batch == first.batch and (not batch or num_rows + job.num_rows <= MAX_ROWS)
-                (batch if fits else others).append(job)
-                num_rows += job.num_rows if fits else 0
-            self._jobs = others
+            session = next(iter(self._jobs))
+            self._jobs[session] = self._jobs.pop(session)  # which then has the last turn
+            first = self._jobs[session][0]
+            batch = [first] if first.batch is None else self._gathered(first)
+            for job in batch:
+                jobs = self._jobs[job.future.session]
+                jobs.remove(job)
+                if not jobs:
+                    del self._jobs[job.future.session]
             return batch
+
+    def _gathered(self, first: Job) -> list[Job]:
+        """Return the jobs of the batch of a job, from all sessions."""
+        self._gather()
+        batch, num_rows = [first], first.num_rows
+        for job in itertools.chain(*self._jobs.values()):
+            if job is not first and job.batch == first.batch and num_rows + job.num_rows <= MAX_ROWS:
+                batch.append(job)
+                num_rows += job.num_rows
+        return batch
 
     def _gather(self) -> None:
         """Wait until no further job arrives for a moment, because clients send the requests of a batch one by one."""
         deadline = time.monotonic() + MAX_GATHER_SECONDS
         while not self._is_closed and time.monotonic() < deadline:
-            count = len(self._jobs)
-            if not self._changed.wait_for(lambda count=count: len(self._jobs) > count, GATHER_SECONDS):
+            count = len(self)
+            if not self._changed.wait_for(lambda count=count: len(self) > count, GATHER_SECONDS):
                 return
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.broken_tinker import CAUGHT_BY, IsStrict, Routes, ScoresPrompts, running_twin
 
 from camshaft.cli import main
-from camshaft.contracts.rules import NotClaimed, Rule, Violation, check_claimed
+from camshaft.contracts.rules import NotClaimed, Rule, check_claimed
 from camshaft.contracts.tinker.harness import Target, TinkerHarness
 from camshaft.contracts.tinker.suite import RULES
 
@@ -18,8 +18,6 @@ FAST = ("ppo", "gradients add up", "repeated commands run once", "failed chunks 
 """Rules and twins of `make test`."""
 NOT_CLAIMED = {"prompts have log probs", "prompts have the most likely tokens"}
 """Rules about what the server refuses."""
-BROKEN = {"clients take turns"}
-"""Rules that the server breaks."""
 
 
 def cases(names: Any) -> Iterator[Any]:
@@ -38,9 +36,6 @@ def test_the_server_keeps_rule(rule: Rule[TinkerHarness], target: Target) -> Non
     with TinkerHarness(target) as harness:
         if rule.name in NOT_CLAIMED:
             with pytest.raises(NotClaimed):
-                rule.check(harness)
-        elif rule.name in BROKEN:
-            with pytest.raises(Violation):
                 rule.check(harness)
         else:
             rule.check(harness)
@@ -62,13 +57,13 @@ def test_a_server_that_scores_prompts_keeps_rule(name: str, tmp_path: Path) -> N
 
 
 def test_every_rule_has_a_broken_server() -> None:
-    assert set(CAUGHT_BY.values()) == set(BY_NAME) - BROKEN
+    assert set(CAUGHT_BY.values()) == set(BY_NAME)
 
 
 def test_the_page_names_the_rules_that_the_server_does_not_keep() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "tinker-servers.md").read_text(encoding="utf-8")
     table = page.partition("| rule | state |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert {line.split("|")[1].strip() for line in table.splitlines()} == NOT_CLAIMED | BROKEN
+    assert {line.split("|")[1].strip() for line in table.splitlines()} == NOT_CLAIMED
 
 
 def test_the_command_prints_states_and_returns_1_for_a_broken_rule(

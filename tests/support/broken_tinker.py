@@ -292,6 +292,21 @@ class DeletesNothing(Routes):
         return json_reply({}) if request.method == "DELETE" else super().answer(request)
 
 
+class KeptTurns(dict[str, Any]):
+    """Jobs by session, of which the first one keeps its turn until it has no jobs."""
+
+    def pop(self, session: str, *_: Any) -> Any:
+        return self[session]
+
+
+class KeepsTurns(Routes):
+    """Execute all commands of a client before those of the next one."""
+
+    def __init__(self, service: Any, keys: Any):
+        super().__init__(service, keys)
+        service.queue._jobs = KeptTurns()
+
+
 class ForgetsCommands(Routes):
     """Keep saved weights only."""
 
@@ -684,6 +699,7 @@ CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
     DeletesNothing: "checkpoints are listed and deleted",
     IgnoresTimeToLive: "checkpoints expire",
     SharesEngine: "clients are isolated",
+    KeepsTurns: "clients take turns",
     ForgetsCommands: "restarts lose nothing",
     ForgetsSamplers: "restarts keep samplers",
 }

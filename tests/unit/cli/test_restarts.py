@@ -45,8 +45,8 @@ def run_folder(folder: Path, **facts: Any) -> Path:
     return run
 
 
-def fail(folder: Path, error: CamshaftError, number: int = 3, **overrides: Any) -> None:
-    settings = {"trainer.max_restarts": number, "trainer.resume_mode": "auto", **overrides}
+def fail(folder: Path, error: CamshaftError, number: int = 3, resume_mode: str = "auto") -> None:
+    settings = {"trainer.max_restarts": number, "trainer.resume_mode": resume_mode}
     with restarting(ppo_config(folder, settings), ["a=1"]):
         raise error
 
@@ -136,10 +136,10 @@ def test_a_run_that_has_not_started_is_not_restarted(tmp_path: Path, pauses: lis
 def test_a_run_that_starts_over_resumes_from_its_own_checkpoint(tmp_path: Path, pauses: list[float]) -> None:
     run, error = run_folder(tmp_path), WorkerError("rank 1 of 2 died")
     folder = f"trainer.default_local_dir={run}"
-    fail(tmp_path, error, **{"trainer.resume_mode": "disable"})
+    fail(tmp_path, error, resume_mode="disable")
     assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder]
     (run / LATEST).write_text("7")
-    fail(tmp_path, error, **{"trainer.resume_mode": "disable"})
+    fail(tmp_path, error, resume_mode="disable")
     resume = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
     assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder, *resume]
     repeated = ppo_args(tmp_path, {"trainer.resume_mode": "disable"})

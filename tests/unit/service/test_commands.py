@@ -71,7 +71,7 @@ def test_a_gap_fails_what_waits_and_goes_on_behind_it(queue: JobQueue) -> None:
     results = [future.wait(30.0) for future in waiting]
     assert all(result is not None and b"command 1 of this model did not arrive" in result.body for result in results)
     assert done == []
-    with pytest.raises(Refused, match="had been given up"):
+    with pytest.raises(Refused, match="arrived too late"):
         log.submit(2, "step", b"")
     assert log.submit(6, "step", b"").wait(30.0)
     assert done == [6]
@@ -110,7 +110,7 @@ def test_jobs_of_one_batch_are_executed_together(queue: JobQueue) -> None:
     [
         (CommandError("wrong"), b'{"error": "wrong", "category": "user"}'),
         (WorkerError("died\n\ntrace"), b"the worker process ended in each of 3 attempts: died"),
-        (KeyError("x"), b"KeyError: 'x'; the log of the server has the traceback"),
+        (KeyError("x"), b"KeyError: 'x'; log.txt in the folder of the server has the traceback"),
     ],
 )
 def test_an_error_is_the_result_and_the_queue_goes_on(queue: JobQueue, error: Exception, body: bytes) -> None:
@@ -127,6 +127,34 @@ def test_an_error_is_the_result_and_the_queue_goes_on(queue: JobQueue, error: Ex
     assert body in result.body
     while not done:
         time.sleep(0.01)
+
+
+def test_sessions_take_turns(queue: JobQueue) -> None:
+    done: list[int] = []
+    jobs = [recorded_job(number, done, Future(session)) for number, session in enumerate("aaaabbcaa")]
+    for job in jobs:
+        queue.put(job)
+    assert len(queue) == 9
+    queue.start()
+    assert all(job.future.wait(30.0) for job in jobs)
+    assert ["aaaabbcaa"[number] for number in done] == list("abcabaaaa")
+    assert [number for number in done if number not in (4, 5, 6)] == [0, 1, 2, 3, 7, 8]
+
+
+def test_a_batch_takes_jobs_of_all_sessions(queue: JobQueue) -> None:
+    """It counts as the turn of the session that has its first job."""
+    batches: list[list[str]] = []
+
+    def execute(jobs: Sequence[Job]) -> list[Result]:
+        batches.append([job.future.session for job in jobs])
+        return [Result.of_json({})] * len(jobs)
+
+    jobs = [Job(Future("a"), execute, batch="v"), Job(Future("b"), execute), Job(Future("b"), execute, batch="v")]
+    for job in jobs:
+        queue.put(job)
+    queue.start()
+    assert all(job.future.wait(30.0) for job in jobs)
+    assert batches == [["a", "b"], ["b"]]
 
 
 def test_a_future_is_pending_until_it_is_resolved_and_then_fetched_by_all() -> None:

@@ -63,7 +63,7 @@ class Server:
     def run(self, count: int) -> None:
         """Execute queued jobs, as the thread of the queue does."""
         for _ in range(min(count, len(self.queue))):
-            job = self.queue._jobs.popleft()
+            (job,) = self.queue._take()
             self.queue._deliver(job, job.execute([job])[0])
 
 
@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(Refused, match="was already sent with another body"):
                 self.server.log.submit(number, "step", body)
         elif known is None and number < self.last_given_up:
-            with pytest.raises(Refused, match="had been given up"):
+            with pytest.raises(Refused, match="arrived too late"):
                 self.server.log.submit(number, "step", body)
         else:
             future = self.server.log.submit(number, "step", body)

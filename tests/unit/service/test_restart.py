@@ -96,7 +96,7 @@ def test_commands_that_were_given_up_stay_so_after_a_kill(tmp_path: Path) -> Non
         with pytest.raises(Failed, match="command 2 of this model did not arrive"):
             model.wait(step)
         assert (
-            "had been given up"
+            "arrived too late"
             in model.client.post("optim_step", 422, model_id=model.identifier, seq_id=2, adam_params={})["detail"]
         )
         assert model.log_probs(5, DATA) == before

@@ -116,7 +116,7 @@ def test_a_gap_ends_with_the_missing_number(client: Client) -> None:
     request = training_request(model.identifier, 2, DATA).SerializeToString()
     status, content = client.request("forward_backward", request, "application/x-protobuf")
     assert status == 422
-    assert b"had been given up" in content
+    assert b"arrived too late" in content
     assert model.log_probs(5, DATA) == before
     model.wait(model.train(6, DATA))
     assert model.wait(model.step(7))["metrics"]["grad_norm"] > 0
