@@ -42,6 +42,8 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except CamshaftError as error:
+        if not is_temporary(error):
+            raise
         from camshaft.checkpoint.manager import LATEST
         from camshaft.trainer.resume import RESUME_KEYS
 
@@ -49,7 +51,7 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
         record = RunFolder(folder).info() if folder.is_dir() else {}
         saved = storage.read_text(folder, LATEST)
         earlier = [restart for restart in record.get(RESTARTS, ()) if restart["saved"] == saved]
-        if not is_temporary(error) or not _is_of_this_process(record) or len(earlier) >= trainer.max_restarts:
+        if not _is_of_this_process(record) or len(earlier) >= trainer.max_restarts:
             raise
         report_error(error)
         pause = min(PAUSE_SECONDS * 2 ** len(earlier), MAX_PAUSE_SECONDS)
