@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from conversations import Counted
 from machine import machine
 
 from camshaft.config.engine import EngineModel
@@ -35,27 +36,17 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.builtin import length_classes, scheduler
-from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 PROMPT = 16
 ANSWERS = 16
 """Number of answers per slot."""
-SAMPLED = ("equal", "long-tailed", "one class")
+SIDES = ("equal", "long-tailed", "one class")
 
 HEADER = """\
 | answers | time per token | decode steps | positions read per needed one | needed positions per token |
 |---|---|---|---|---|"""
-
-
-class Limited(TorchRollout):
-    """The built-in generator with a token limit per row."""
-
-    limit_of: torch.Tensor
-
-    def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> torch.Tensor:
-        return self.limit_of
 
 
 class CountedStep(DecodeStep):
@@ -100,15 +91,14 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
     limit = 16 * median
     sampling = SamplingParams(limit, ignore_eos=True)
     config = RolloutEngineConfig(model_path=str(folder), max_model_len=limit + PROMPT, max_num_seqs=slots)
-    rollout = Limited(config)
+    rollout = Counted(config)
     random = torch.Generator().manual_seed(1)
     tail = (torch.randn(ANSWERS * slots, generator=random).exp() * median).long().clamp(1, limit)
     equal = torch.full_like(tail, round(float(tail.float().mean())))
     prompts = Ragged.from_rows([(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))])
-    sides = {name: Side([]) for name in SAMPLED}
+    sides = {name: Side([]) for name in SIDES}
     for number in range(arguments.rounds + 1):  # the first one warms up
-        for name in SAMPLED[:: -1 if number % 2 else 1]:
-            rollout.load_weights(stored_weights(EngineModel(path=str(folder))))
+        for name in SIDES[:: -1 if number % 2 else 1]:
             rollout.limit_of = equal if name == "equal" else tail
             CountedStep.read = CountedStep.needed = CountedStep.peak = CountedStep.peak_needed = 0
             plan = one_class if name == "one class" else length_classes.plan
@@ -167,7 +157,7 @@ a median of {arguments.median} tokens. Median of {arguments.rounds} rounds on on
 {machine()}
 
 {HEADER}
-{chr(10).join(line(name, sides) for name in SAMPLED)}
+{chr(10).join(line(name, sides) for name in SIDES)}
 
 The memory of the process grows by {tail.cache / tail.needed_cache:.2f} times the size that the keys and values of live
 rows have at their peak, {tail.needed_cache / 2**20:.0f} MiB; with one class by {whole.cache / whole.needed_cache:.2f}.

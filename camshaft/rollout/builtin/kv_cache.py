@@ -2,7 +2,7 @@
 
     cache = KVCache(hf.config, max_model_len=1024)
     cache.reserve(num_slots=65, length=128)
-    hf(..., slots=DecodeStep(cache, positions, length))     # the model calls of `steps.py` read and write the slots
+    hf(..., slots=DecodeStep(cache, positions, classes))    # the model calls of `steps.py` read and write the slots
     cache.copy(sources=[7], targets=[2], lengths=[20])
     row = cache.read(2, 20)                                 # a copy of a row, which needs no slot
     cache.write(0, row)

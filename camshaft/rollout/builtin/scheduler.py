@@ -327,7 +327,7 @@ class Scheduler:
         self._reserve(self.max_position + 1)
         if self.decode_step is None or not self.decode_step.advance([length for _, length in self.classes]):
             self._form_classes()
-            self.decode_step = DecodeStep(self.cache, self.live[POSITION], self.max_position + 1, self.classes)
+            self.decode_step = DecodeStep(self.cache, self.live[POSITION], self.classes)
         tokens, positions, _, seeds, rows = self.live
         if self.recorder is not None:
             self.recorder.start()
@@ -404,7 +404,7 @@ class Scheduler:
         self.live, self.uniforms = self.live.index_select(1, order), self.uniforms.index_select(1, order)
 
     def _form_classes(self) -> None:
-        """Divide the live rows into length classes. On a GPU, attention reads each row to its own length without."""
+        """Divide the live rows into length classes. On a GPU, attention reads each row to its own length anyway."""
         self.classes = [(self.live.shape[1], self.max_position + 1)]
         if self.device.type == "cpu" and self.max_position >= SHORTEST:
             self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())

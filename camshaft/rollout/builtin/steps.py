@@ -2,7 +2,7 @@
 
     hf(..., slots=PrefillStep(cache, lengths, sources, targets, device))    # packed prompts, written to slots
     hf(..., slots=ExtendStep(cache, lengths, starts, first_slot, device))   # packed tokens behind those of slots
-    hf(..., slots=DecodeStep(cache, positions, length))                     # one token per row in slots 0..B-1
+    hf(..., slots=DecodeStep(cache, positions, [(B, length)]))              # one token per row in slots 0..B-1
 
 `ExtendStep` is in `extend.py`. A model built with the "packed" attention calls `slots.attend` in each layer, and
 `slots.recur` in a layer with a recurrent state.
@@ -104,12 +104,11 @@ class PrefillStep:
 class DecodeStep:
     """A model call on one token per row. The token of the row in slot i has position positions[i]."""
 
-    def __init__(self, cache: KVCache, positions: Tensor, length: int, classes: Sequence[LengthClass] = ()):
-        """Create a step. Its rows have at most `length` positions, or are divided into classes."""
+    def __init__(self, cache: KVCache, positions: Tensor, classes: Sequence[LengthClass]):
         self.cache = cache
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
-        self.spans = _spans(classes or [(len(positions), length)], cache.length)
+        self.spans = _spans(classes, cache.length)
         self.stride = cache.length
         self.masks: dict[int | None, list[Tensor]] = {}
         self.indices: dict[int, Tensor] = {}

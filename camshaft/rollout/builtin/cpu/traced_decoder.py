@@ -2,7 +2,7 @@
 
     decoder = Decoder(hf)
     with decoder.prepare(num_rows=64, num_steps=128) as forward:
-        logits = forward(tokens, positions, DecodeStep(cache, positions, length))     # (B, V)
+        logits = forward(tokens, positions, DecodeStep(cache, positions, classes))    # (B, V)
 
 A small model spends half of a decode step in Python code and in many small operators. For a float32 model on a CPU, the
 first generation that is long enough traces the forward (`tracer.py`), fuses operators (`graph_fusions.py`), and

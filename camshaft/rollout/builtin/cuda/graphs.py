@@ -224,7 +224,7 @@ def device_step(cache: KVCache, positions: Tensor) -> Slots:
 
 def full_length_step(cache: KVCache, positions: Tensor) -> Slots:
     """Return a decode step that attends to all positions of each slot with a mask computed on the device."""
-    return DecodeStep(cache, positions, cache.length)
+    return DecodeStep(cache, positions, [(len(positions), cache.length)])
 
 
 def padded_rows(rows: int) -> int:

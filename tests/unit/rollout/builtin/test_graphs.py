@@ -312,7 +312,9 @@ def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, num_rows, tokens, positions, slots)
 
     monkeypatch.setattr(CUDAGraphDecoder, "_forward", forward)
-    monkeypatch.setattr(Recorded, "make_step", staticmethod(lambda cache, at: DecodeStep(cache, at, now[0])))
+    monkeypatch.setattr(
+        Recorded, "make_step", staticmethod(lambda cache, at: DecodeStep(cache, at, [(len(at), now[0])]))
+    )
 
 
 def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_attention_over_slots_equals_attention_per_row(
         slots.reserve(4, length)
         classes = [(size, int(part.max()) + 1) for size, part in zip(sizes, positions.split(sizes), strict=True)]
         if not steps or not steps[-1].advance([longest for _, longest in classes]):
-            steps.append(DecodeStep(slots, positions, length, classes))
+            steps.append(DecodeStep(slots, positions, classes))
         result = steps[-1].attend(layer(0), query, key, value, how, sinks)
         positions += 1
         rows = [
