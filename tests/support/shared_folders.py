@@ -15,7 +15,7 @@ def shared_folder(name: str, fill: Callable[[Path], object]) -> Path:
     folder = Path(os.environ["CAMSHAFT_TEST_FOLDERS"], name)
     with folder.with_suffix(".lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not lock.tell():
+        if not os.fstat(lock.fileno()).st_size:  # which another process may have filled since it was opened
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
             folder.mkdir()
             fill(folder)
