@@ -55,6 +55,7 @@ _TABLE = (
     Column("response_mask", "ragged", "bool", "per response token: true if the policy sampled the token", "roles/rollout", ("roles/base", "roles/reward_model", "trainer/advantages")),
     Column("rollout_log_probs", "ragged", "float32", "per response token: log-prob under the sampling distribution", "roles/rollout", ("trainer/advantages", "trainer/metrics", "trainer/ppo")),
     Column("policy_versions", "ragged", "int32", "per response token: version of the weights that sampled it, with async_training.max_staleness", "roles/rollout", ("trainer/metrics",)),
+    Column("policy_ages", "ragged", "int32", "per response token: versions by which the weights that sampled it are older than those before the update, with rollout_correction.loss_type=interpolated", "trainer/async_ppo", ("roles/actor.update_actor",)),
     Column("rollout_is_weights", "ragged", "float32", "per response token: importance weight, with rollout_correction.rollout_is", "trainer/advantages", ("roles/actor.update_actor", "trainer/advantages")),
     Column("rollout_is_mean", "tensor", "float32", "mean importance weight of the iteration, with rollout_correction.bypass_mode and rollout_is_batch_normalize", "trainer/ppo", ("roles/bypass",)),
     Column("rollout_rs_mask", "ragged", "bool", "per response token: true if all rejection rules accept the token, with rollout_correction.rollout_rs", "trainer/advantages", ("roles/actor.update_actor",)),

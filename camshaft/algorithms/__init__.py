@@ -54,6 +54,7 @@ from camshaft.algorithms.mismatch import (
     accept_tokens,
     effective_sample_share,
     importance_weights,
+    interpolated_log_probs,
     mean_importance_weight,
     mismatch,
     off_policy_diagnostics,
@@ -85,7 +86,8 @@ __all__ = [
     "AdaptiveEntropy",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
-    "mismatch", "off_policy_diagnostics", "importance_weights", "mean_importance_weight", "accept_tokens",
+    "mismatch", "off_policy_diagnostics", "importance_weights", "mean_importance_weight",
+    "interpolated_log_probs", "accept_tokens",
     "effective_sample_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

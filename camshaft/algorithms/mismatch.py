@@ -110,6 +110,24 @@ def effective_sample_share(weights: Tensor) -> Tensor:
     return weights.sum().square() / (weights.square().sum() * len(weights))
 
 
+# -- the policy before the update ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def interpolated_log_probs(train: Tensor, rollout: Tensor, ages: Tensor) -> Tensor:
+    """Approximate the log-probs of the policy before the update of a stale batch, (N,), between the two that are known:
+
+    log pi_prox = (1 - alpha) log pi_rollout + alpha log pi,   alpha = age / (age + 1)
+
+    With version v of the weights that sampled a token, step b trains version b - 1 and leads to version b. log pi is
+    assumed to be linear in the version from v to b, so alpha = (b - 1 - v) / (b - v), and `ages`, (N,) integers, are
+    b - 1 - v. A token of age 0 was sampled by the policy before the update: alpha = 0. `train` has the log-probs of the
+    current policy. AReaL calls this `prox_logp_method=loglinear`; it saves a forward pass.
+    """
+    share = ages / (ages + 1)
+    return rollout + share * (train - rollout)
+
+
 # -- importance weights --------------------------------------------------------------------------------------
 
 

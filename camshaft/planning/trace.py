@@ -460,7 +460,8 @@ class _SupervisedTracer(Tracer):
 
 
 NUMBERS = (
-    "advantages", "old_log_probs", "ref_log_prob", "returns", "rollout_is_weights", "rollout_log_probs", "values"
+    "advantages", "old_log_probs", "policy_ages", "ref_log_prob", "returns", "rollout_is_weights", "rollout_log_probs",
+    "values",
 )  # fmt: skip
 """Columns with a number per response token."""
 TOKENS = 64

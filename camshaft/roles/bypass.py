@@ -29,11 +29,12 @@ class BypassCorrection:
         applies = correction.bypass_mode and (correction.is_weighted_in_update() or correction.rollout_rs)
         return cls(correction) if applies else None
 
-    def apply(
-        self, log_probs: Tensor, data: DataProto, counts: Counts
-    ) -> tuple[Counts, Tensor | None, dict[str, Tensor]]:
-        """Return the counts without rejected tokens, the weights, and metrics (as shares), for a micro-batch."""
-        flat = (log_probs.detach(), data["old_log_probs"].values, counts.mask, counts.lengths)
+    def apply(self, train: Tensor, data: DataProto, counts: Counts) -> tuple[Counts, Tensor | None, dict[str, Tensor]]:
+        """Return the counts without rejected tokens, the weights, and metrics (as shares), for a micro-batch.
+
+        `train` has the log-probs that are compared with those of the rollout.
+        """
+        flat = (train.detach(), data["old_log_probs"].values, counts.mask, counts.lengths)
         weights, metrics = None, dict[str, Tensor]()
         if self.correction.is_weighted_in_update():
             assert self.correction.rollout_is is not None

@@ -221,7 +221,8 @@ rollout_corr/chi2_{token,seq} | 1 | algorithms/mismatch.py |
     Estimated chi-squared divergence of the trainer's policy from that of the rollout, per token and per response: the
     mean of the squared importance ratio, minus 1.
 actor/rollout_is_mean | 1 | roles/bypass.py |
-    Mean importance weight of the tokens in the update, with rollout_correction.bypass_mode and loss_type=reinforce.
+    Mean importance weight of the tokens in the update, with rollout_correction.bypass_mode and loss_type=reinforce or
+    interpolated.
 actor/rollout_rs_masked_fraction | fraction of tokens | roles/bypass.py |
     Tokens that the rejection rules exclude from the policy loss in the update, with rollout_correction.bypass_mode.
 actor/rollout_rs_<rule>_masked_fraction | fraction of tokens | roles/bypass.py |

@@ -26,7 +26,7 @@ from camshaft.errors import CamshaftError
 from camshaft.rewards.manager import PendingScores
 from camshaft.trainer.build import PPOParts, StartedGeneration
 from camshaft.trainer.ledger import Ledger
-from camshaft.trainer.metrics import StepMetrics, merge_ranks, reduce_ranks, staleness
+from camshaft.trainer.metrics import StepMetrics, merge_ranks, policy_ages, reduce_ranks, staleness
 from camshaft.trainer.ppo import PPOTrainer, Responses
 from camshaft.trainer.session import StepHook
 
@@ -137,7 +137,10 @@ class AsyncPPOTrainer(PPOTrainer):
         self._received = {step: batch for step, batch in self._received.items() if step >= inputs}
         metrics.add(self.ledger.learned(inputs))
         batch = metrics.union(received.rows.drop(*self.parts.replaced), received.generated)
-        metrics.add(staleness(batch, version) | self._waited(metrics))
+        ages = policy_ages(batch, version)
+        metrics.add(staleness(batch, ages) | self._waited(metrics))
+        if self.config.algorithm.rollout_correction.interpolates():
+            batch = batch.with_columns(policy_ages=ages)
         return batch, received.scoring
 
     def _send(self, step: int, version: int, receipt: Pending[Any] | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from camshaft import algorithms
 from camshaft.controller.worker import RANKS
-from camshaft.dataproto import DataProto
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import COUNTS
 from camshaft.tracking.record import Phase, RunStatus
 
@@ -185,12 +185,13 @@ def mismatch(batch: DataProto) -> dict[str, float]:
     return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
-def staleness(batch: DataProto, version: int) -> dict[str, float]:
-    """Compute by how many versions the rows and tokens of a batch are older than the weights that it trains.
+def policy_ages(batch: DataProto, version: int) -> Ragged:
+    """Return by how many versions the weights that sampled each response token are older than `version`."""
+    return batch.ragged("policy_versions").map(lambda versions: version - versions)
 
-    The staleness of a row is that of its oldest token.
-    """
-    ages = batch.ragged("policy_versions").map(lambda versions: version - versions)
+
+def staleness(batch: DataProto, ages: Ragged) -> dict[str, float]:
+    """Compute statistics of the ages of the rows and tokens of a batch. A row has the age of its oldest token."""
     rows = torch.stack([row.max() for row in ages.rows() if len(row)]).float()
     sampled = ages.values[batch["response_mask"].values]
     metrics = {"async/staleness_mean": float(rows.mean()), "async/staleness_max": float(rows.max())}

@@ -72,11 +72,13 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     played = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript", "answer_options")
     others = others.union(of_players[0].select("environment_seed", "is_padding")).union(played)
     others = others.union(batches[-2].select("env_outcomes"))
-    stale = {"async_training.max_staleness": 1, "algorithm.rollout_correction.bypass_mode": True}
+    bypass = {"bypass_mode": True, "loss_type": "interpolated", "rollout_is": "token"}
+    stale = {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}
+    stale["async_training.max_staleness"] = 1
     rows = batches[-1].select("sequence_lengths")
     run_ppo(tmp_path, stale, steps=1)
     batch = as_sequences(batches[0].union(others)).union(rows)
-    batch = batch.union(batches[-1].select("policy_versions"))
+    batch = batch.union(batches[-1].select("policy_versions", "policy_ages"))
     selected = ("selected_tokens", "high_entropy")
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     columns |= next(micro.select(*selected).columns for micro in of_engines if "high_entropy" in micro)

@@ -8,12 +8,19 @@ from camshaft.config.errors import Problem
 from camshaft.config.schema.ppo import PPOConfig
 
 STALENESS = "async_training.max_staleness"
+LOSS_TYPE = f"{CORRECTION}.loss_type"
 
 
 def check_staleness(config: PPOConfig) -> Iterator[Problem]:
     """Check that a run on stale batches corrects for them, has devices for its rollout, and can generate ahead."""
     value, algorithm = config.async_training.max_staleness, config.algorithm
     correction = algorithm.rollout_correction
+    if correction.interpolates() and not value:
+        message = (
+            f"estimates the policy before the update by the age of stale responses, which {STALENESS}=0 has not. Set "
+            f"{STALENESS}=1, or {LOSS_TYPE}=ppo_clip."
+        )
+        yield Problem(LOSS_TYPE, correction.loss_type, message, (STALENESS,))
     if not value:
         return
     has_ratio = correction.bypass_mode and correction.loss_type == "ppo_clip"
@@ -21,9 +28,12 @@ def check_staleness(config: PPOConfig) -> Iterator[Problem]:
         message = (
             "trains on responses of older weights, which the policy loss has to correct for. Set one of\n"
             f"{CORRECTION}.bypass_mode=true: the PPO ratio refers to the policy that sampled. It saves a forward pass, "
-            "and the clip range bounds the distance to that older policy.\n"
+            "and the clip range bounds the distance to that older policy. With actor.policy_loss.loss_mode=dppo_tv or "
+            "dppo_kl, the mask of DPPO bounds it.\n"
             f"{CORRECTION}.rollout_is=token (or sequence): importance weights beside the PPO ratio. It costs a forward "
-            "pass for the old log-probs, and truncated weights add bias.\n"
+            "pass for the old log-probs, and truncated weights add bias. A range such as rollout_is_threshold=0.5-5.0 "
+            "is the mask of IcePop. With bypass_mode=true and loss_type=interpolated, the policy before the update is "
+            "estimated (loglinear of AReaL), which saves the pass.\n"
             f"{CORRECTION}.rollout_rs=token_k1 with rollout_rs_threshold=2.0 (or another rule): masks what the policy "
             "has moved away from. It costs a forward pass and the masked tokens, and does not re-weight the others.\n"
             f"Or set {STALENESS}=0."

@@ -162,7 +162,7 @@ _WITHOUT_WEIGHTS = Unread(
 _RATIO_IS_WEIGHT = Unread(
     lambda correction: correction.bypass_mode and correction.loss_type == "ppo_clip",
     "{bypass_mode} {loss_type}, whose ratio is the importance weight",
-    "set [loss_type]=reinforce, or omit the key",
+    "set [loss_type]=reinforce (or interpolated, for stale responses), or omit the key",
 )
 _FIXED_COEFFICIENT = Unread(lambda ctrl: ctrl.type == "fixed", "{type}", "set [type]=adaptive, or omit the key")
 
@@ -211,14 +211,26 @@ class RolloutCorrectionConfig(Section):
         "Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead of "
         "recomputing them with the trainer.",
     )
-    loss_type: Literal["ppo_clip", "reinforce"] = key(
+    loss_type: Literal["ppo_clip", "interpolated", "reinforce"] = key(
         "ppo_clip",
         "Policy loss with bypass_mode=true. ppo_clip is the loss of actor.policy_loss, whose ratio is that of current "
-        "policy to rollout. reinforce is the policy gradient, weighted by this ratio with rollout_is.",
+        "policy to rollout. interpolated is the same loss with the ratio of current policy to an estimate of the "
+        "policy before the update, weighted by the ratio of this estimate to the rollout; it requires stale "
+        "responses (async_training.max_staleness) and rollout_is. reinforce is the policy gradient, weighted by the "
+        "ratio of current policy to rollout with rollout_is.",
         unread=unless("bypass_mode", harmless=("ppo_clip",)),
     )
 
     def problems(self) -> Iterator[Problem]:
+        if self.interpolates() and self.rollout_is is None:
+            message = "weights the loss by the ratio of the estimated policy to the rollout. Set [rollout_is]=token."
+            yield Problem("loss_type", self.loss_type, message, ("rollout_is",))
+        if self.interpolates() and self.rollout_is_batch_normalize:
+            message = (
+                "takes the mean weight of the policy before the update, whose forward pass loss_type=interpolated "
+                "saves. Set [rollout_is_batch_normalize]=false."
+            )
+            yield Problem("rollout_is_batch_normalize", True, message, ("loss_type",))
         rules, texts, key, related = self.rollout_rs, self.rollout_rs_threshold, "rollout_rs_threshold", ("rollout_rs",)
         if rules and not texts:
             example = "2.0" if rules[0].endswith("k1") else "0.01"
@@ -242,13 +254,17 @@ class RolloutCorrectionConfig(Section):
             except ValueError as error:
                 yield Problem(key, text, f"the threshold of {rule} {error}.", related)
 
+    def interpolates(self) -> bool:
+        """Return True if the loss estimates the policy before the update, between rollout and current policy."""
+        return self.bypass_mode and self.loss_type == "interpolated"
+
     def is_enabled(self) -> bool:
         """Return True if importance weights or rejection masks are computed from old log-probs, before the update."""
         return not self.bypass_mode and (self.rollout_is is not None or bool(self.rollout_rs))
 
     def is_weighted_in_update(self) -> bool:
         """Return True if the loss computes importance weights from the log-probs of the current policy."""
-        return self.bypass_mode and self.loss_type == "reinforce" and self.rollout_is is not None
+        return self.bypass_mode and self.loss_type != "ppo_clip" and self.rollout_is is not None
 
     def needs_mean_weight(self) -> bool:
         """Return True if weights that are computed in the update are divided by their mean over the iteration.

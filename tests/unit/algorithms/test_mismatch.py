@@ -11,6 +11,7 @@ from camshaft.algorithms import (
     accept_tokens,
     effective_sample_share,
     importance_weights,
+    interpolated_log_probs,
     mean_importance_weight,
     mismatch,
     off_policy_diagnostics,
@@ -291,3 +292,12 @@ def test_diagnostics_of_equal_policies():
     for name in ("log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"):
         assert values[name] == 0
     assert values["ppl_ratio"] == 1
+
+
+def test_the_policy_before_the_update_is_interpolated_by_age() -> None:
+    # Sampled by versions 7, 6 and 3; step 8 trains version 7 and leads to 8: 0 of 1, 1 of 2, and 4 of 5 steps.
+    rollout, train = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.5])
+    estimate = interpolated_log_probs(train, rollout, torch.tensor([0, 1, 4], dtype=torch.int32))
+    assert estimate.tolist() == pytest.approx([-2.0, -1.5, -1.6])
+    assert estimate[0] == rollout[0]
+    assert not interpolated_log_probs(train.requires_grad_(), rollout, torch.ones(3)).requires_grad

@@ -303,7 +303,7 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=5-0.5"], "or a range such as 0.5-5.0"),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0-5"], "or a range such as 0.5-5.0"),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=true"], "a number > 0"),
-        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=ppo"], "one of ppo_clip, reinforce"),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=ppo"], "one of ppo_clip, interpolated, reinforce"),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"], f"Set {ROLLOUT}.top_p=1.0."),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_k=5"], f"Set {ROLLOUT}.top_k=0."),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.min_p=0.1"], f"Set {ROLLOUT}.min_p=0.0."),

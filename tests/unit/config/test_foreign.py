@@ -556,6 +556,7 @@ def test_no_key_is_a_topic():
         ("trainer.fully_async.max_staleness_steps=4", "set max_staleness=1"),
         ("max_trajectory_age_steps=1", "max_staleness (short for async_training.max_staleness)"),
         ("weight_sync_steps=1", "published after each step"),
+        ("actor.prox_logp_method=loglinear", "loglinear is loss_type=interpolated"),
         ("async_training.mode=stream", "go on with newer weights, are not implemented yet"),
         ("async_train=True", "set max_staleness=1"),
     ],

@@ -43,6 +43,26 @@ def test_a_forgotten_correction_names_three_keys(words: list[str]) -> None:
     load_ppo([*words, "max_staleness=1", *reinforce, TRUNCATED])
 
 
+def test_a_forgotten_correction_names_the_masks_of_icepop_and_dppo(words: list[str]) -> None:
+    text = message([*words, "max_staleness=1"])
+    assert "rollout_is_threshold=0.5-5.0 is the mask of IcePop" in text
+    assert "loss_mode=dppo_tv or dppo_kl, the mask of DPPO" in text
+    icepop = [TRUNCATED, f"{CORRECTION}.rollout_is_threshold=0.5-5.0"]
+    load_ppo([*words, "max_staleness=1", *icepop])
+    load_ppo([*words, "max_staleness=1", BYPASS, "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"])
+
+
+def test_the_estimated_policy_needs_ages_and_weights(words: list[str]) -> None:
+    estimated = [BYPASS, f"{CORRECTION}.loss_type=interpolated"]
+    config = load_ppo([*words, "max_staleness=1", *estimated, TRUNCATED])
+    assert config.old_log_prob_source() == "rollout"
+    assert not config.needs_log_prob_passes()
+    assert "Set algorithm.rollout_correction.rollout_is=token" in message([*words, "max_staleness=1", *estimated])
+    assert "Set async_training.max_staleness=1" in message([*words, *estimated, TRUNCATED])
+    normalized = [*estimated, TRUNCATED, f"{CORRECTION}.rollout_is_batch_normalize=true"]
+    assert "forward pass loss_type=interpolated saves" in message([*words, "max_staleness=1", *normalized])
+
+
 @pytest.mark.parametrize("correction", [BYPASS, TRUNCATED, REJECTED])
 def test_old_log_probs_never_come_from_the_update(words: list[str], correction: str) -> None:
     one_step = [*words, "algorithm=grpo", "n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]

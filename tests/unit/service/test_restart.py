@@ -171,7 +171,10 @@ def test_a_different_result_closes_the_model(server: ServedFork) -> None:
     result["metrics"]["grad_norm"] += 0.5
     server.query(f"UPDATE entries SET result = ? WHERE {where}", json.dumps(result).encode())
     server.start()
-    sentence = r"command 3 \(optim_step\), which was executed again, gave a result that differs by 0.5 .*replay_tolerance \(0\)"
+    sentence = (
+        r"command 3 \(optim_step\), which was executed again, gave a result that differs by 0.5 "
+        r".*replay_tolerance \(0\)"
+    )
     for number in (4, 5):
         with pytest.raises(Failed, match=sentence):
             changed.wait(changed.train(number, DATA))

@@ -142,6 +142,20 @@ def test_a_pipeline_equals_its_synchronous_emulation(case: str, tmp_path: Path) 
     assert actual[-1].metrics["async/batches_in_flight"] == 0
 
 
+def test_the_estimated_policy_is_that_of_the_rollout_at_age_0(tmp_path: Path) -> None:
+    estimated = {f"{CORRECTION}.loss_type": "interpolated", f"{CORRECTION}.rollout_is": "token"}
+    bypass = run_ppo(tmp_path, {**GRPO, STALENESS: 2}, steps=3)
+    steps = run_ppo(tmp_path, {**GRPO, **estimated, STALENESS: 2}, steps=3)
+    weights = [step.metrics.pop("actor/rollout_is_mean") for step in steps]
+    assert_equal(bypass[:1], steps[:1], (*MEASURED, "rollout_corr/"))
+    assert weights[0] == 1.0
+    for step, weight in zip(steps[1:], weights[1:], strict=True):  # of ages 1 and 2: alpha is 1/2 and 2/3
+        assert 1e-5 < abs(weight - 1) < 0.1
+        age = int(step.metrics["async/staleness_max"])
+        assert set(step.batch["policy_ages"].values.tolist()) == {age}
+    assert not all(torch.equal(steps[2].actor[name], bypass[2].actor[name]) for name in steps[2].actor)
+
+
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seconds", [0.15, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_delays_change_nothing(staleness: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,15 +172,21 @@ def test_nothing_is_learned_if_everything_is_rejected(home: Path) -> None:
 # -- in the update, with the log-probs of the rollout ---------------------------------------------
 
 
+AGES = torch.arange(14, dtype=torch.int32) % 4
+
+
 def bypass_update(home: Path, ratios: Tensor, **keys: Any) -> tuple[dict[str, float], Tensor]:
     """Return the metrics of one update in which the policy differs from the rollout by `ratios`, and its log-probs."""
-    config = ppo_config(home, {**correcting(bypass_mode=True, **keys), **MICRO_BATCHES})
+    stale = {"async_training.max_staleness": 3 if keys.get("loss_type") == "interpolated" else 0}
+    config = ppo_config(home, {**correcting(bypass_mode=True, **keys), **MICRO_BATCHES, **stale})
     actor = ActorWorker(config, Topology(1), 10)
     actor.init_model()
     batch = learnable()
     log_probs = actor.compute_log_prob(batch).ragged("old_log_probs")
     batch = batch.with_columns(
-        old_log_probs=log_probs.like(log_probs.values - ratios.log()), rollout_is_mean=torch.full((4,), 0.5)
+        old_log_probs=log_probs.like(log_probs.values - ratios.log()),
+        policy_ages=log_probs.like(AGES),
+        rollout_is_mean=torch.full((4,), 0.5),
     )
     return actor.update_actor(batch, old_log_probs="rollout").meta_info["metrics"], log_probs.values
 
@@ -195,6 +201,20 @@ def test_reinforce_weights_the_policy_gradient_by_the_current_policy(home: Path)
     assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-4)
     normalized, _ = bypass_update(home, ratios, **keys, rollout_is_batch_normalize=True)
     assert normalized["actor/pg_loss"] == pytest.approx(2 * float(expected), rel=1e-4)
+
+
+def test_the_estimated_policy_splits_the_ratio_into_weight_and_ratio(home: Path) -> None:
+    # With pi / pi_rollout = r, the estimate is r^alpha pi_rollout: the weight is r^alpha, the PPO ratio r / r^alpha.
+    ratios, advantages = torch.linspace(0.1, 3.0, 14), learnable()["advantages"].values
+    keys = {"loss_type": "interpolated", "rollout_is": "token", "rollout_is_threshold": 1.5}
+    metrics, _ = bypass_update(home, ratios, **keys)
+    alpha = torch.tensor([0, 1 / 2, 2 / 3, 3 / 4]).repeat(4)[:14]
+    weights, rest = (ratios**alpha).clamp(max=1.5), ratios ** (1 - alpha)
+    losses = weights * torch.maximum(-advantages * rest, -advantages * rest.clamp(0.8, 1.2))
+    assert metrics["actor/rollout_is_mean"] == pytest.approx(float(weights.mean()), rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
+    ppo, _ = bypass_update(home, ratios)
+    assert ppo["actor/pg_loss"] != pytest.approx(metrics["actor/pg_loss"], rel=1e-2)
 
 
 def test_tokens_rejected_in_the_update_remain_in_the_counts(home: Path) -> None:
