@@ -106,7 +106,9 @@ _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
 
 _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
-HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING, continues_rows=True)
+HF = RolloutCapabilities(
+    OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING, continues_rows=True, scores_prompts=True
+)
 PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch", continues_rows=True)
 _GPU_MEMORY = frozenset({"gpu_memory_utilization"})
 SERVER = RolloutCapabilities(ServerOptions, library="vllm", accelerator_keys=_GPU_MEMORY, sampling=_ALL_SAMPLING)
@@ -120,6 +122,7 @@ TORCH = RolloutCapabilities(
     sampling=_ALL_SAMPLING,
     continues_rows=True,
     keeps_rows=True,
+    scores_prompts=True,
     generates_packed=True,
     supports_routed_experts=True,
 )

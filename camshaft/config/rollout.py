@@ -132,6 +132,8 @@ class RolloutCapabilities:
     keeps_rows: bool = False
     """True if `generate_sequences` accepts `row_ids`, and computes of a row only the tokens that an earlier call with
     the same id has not computed. `close_rows` and new weights end this."""
+    scores_prompts: bool = False
+    """True if the rollout supports `score`: the log-probs of given tokens."""
     generates_packed: bool = False
     """True if the rollout computes prompts as packed rows, with models of transformers that support this."""
     supports_adapter: bool = False

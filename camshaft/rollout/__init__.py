@@ -15,6 +15,7 @@ weights/         validate a weight sync, pack weights into buckets, move them be
 external.py      base class of rollouts that copy weights into a library: vLLM, vLLM's server, SGLang
 shared_model.py  a transformers model that shares its weights with the training engine
 sampling.py      sample tokens from logits with per-row seeds
+scoring.py       log-probs of given tokens from logits
 stop_strings.py  find the token that completes a stop string
 
 The contract suite for all rollouts is in `camshaft/contracts/rollout`. Other packages import from this module, not from
@@ -27,6 +28,7 @@ from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, Ro
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams, UnsupportedSampling
 from camshaft.rollout.sampling import mix_seeds, uniform_numbers
+from camshaft.rollout.scoring import PromptScores
 from camshaft.rollout.stream import Answer, Stream, WaveRow, generate_wave, open_stream
 from camshaft.rollout.weights.buckets import Assembler as Assembler
 from camshaft.rollout.weights.buckets import Bucket as Bucket
@@ -40,6 +42,7 @@ __all__ = [
     "BaseRollout",
     "Generation",
     "OpenRows",
+    "PromptScores",
     "RolloutCapabilities",
     "RolloutEngineConfig",
     "RolloutOptions",

@@ -23,7 +23,11 @@ from torch import Tensor
 from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
-from camshaft.rollout.sampling import Penalties, restart_seeds, row_seeds
+from camshaft.rollout.sampling import Penalties, restart_seeds, restrict, row_seeds
+from camshaft.rollout.scoring import PromptScores
+
+NO_PENALTIES = (1.0, 0.0, 0.0)
+"""Penalties that have no effect, in the order of `SamplingParams.penalty_strengths`."""
 
 
 class UnsupportedSampling(RolloutError):
@@ -91,10 +95,21 @@ class SamplingParams:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
+    @property
+    def penalty_strengths(self) -> tuple[float, float, float]:
+        """Return the repetition, presence and frequency penalties."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """Return the scores (B, V) whose softmax is the distribution of log-probs, without penalties."""
+        if self.greedy:
+            return restrict(logits, temperature=1.0)
+        return restrict(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+
     def penalties(self, rows: OpenRows, device: torch.device) -> Penalties | None:
         """Return the penalties on tokens for these rows; None if no penalty is set."""
-        strengths = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        if strengths == (1.0, 0.0, 0.0):
+        strengths = self.penalty_strengths
+        if strengths == NO_PENALTIES:
             return None
         max_tokens = int(rows.generated.lengths.max() + rows.limits.max())
         penalties = Penalties(rows.prompts.to(device), max_tokens, *strengths)
@@ -272,6 +287,27 @@ class BaseRollout(ABC):
     def close_rows(self, row_ids: Iterable[Hashable]) -> None:  # noqa: B027
         """Free what is kept of these rows, as far as anything is. A later call computes them again."""
 
+    def score(
+        self,
+        prompts: Ragged,
+        top_k: int = 0,
+        candidates: Ragged | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PromptScores:
+        """Return the log-prob of each token of `prompts`, given the tokens before it.
+
+        `top_k` also returns the most probable tokens at each position. `candidates`, with ids (K,) or -1 for each token
+        of the prompts, also returns the log-probs of these ids in place of the token. Log-probs refer to the
+        distribution of the model at temperature 1; with `sampling`, they refer to that of samples with these options,
+        whose log-probs they equal up to rounding. `max_tokens` and stops have no effect, and penalties are rejected.
+
+        This is called only if `capabilities.scores_prompts` is set.
+        """
+        raise RolloutError(
+            f"{type(self).__name__} does not return the log-probs of given tokens; use a rollout whose capabilities "
+            "declare scores_prompts, such as torch"
+        )
+
     @abstractmethod
     def sleep(self) -> None:
         """Free the KV cache and the weights."""
@@ -322,20 +358,48 @@ class BaseRollout(ABC):
         is empty, too long, or contains token ids outside the vocabulary, or if the rollout does not support `sampling`.
         """
         self.check_sampling(sampling)
-        max_prompt_length = self.config.max_model_len - 1
+        self._check_prompts(prompts, self.config.max_model_len - 1, num_embeddings)
+        return (self.config.max_model_len - prompts.lengths).clamp(max=sampling.max_tokens)
+
+    def _check_prompts(self, prompts: Ragged, max_length: int, num_embeddings: int) -> None:
         empty_rows = (prompts.lengths == 0).nonzero()[:, 0].tolist()
         if empty_rows:
             raise RolloutError(f"row {empty_rows[0]} has an empty prompt; give each prompt at least one token")
-        overlong_rows = (prompts.lengths > max_prompt_length).nonzero()[:, 0].tolist()
+        overlong_rows = (prompts.lengths > max_length).nonzero()[:, 0].tolist()
         if overlong_rows:
             row = overlong_rows[0]
             raise RolloutError(
                 f"row {row} has a prompt of {int(prompts.lengths[row])} tokens, but max_model_len="
-                f"{self.config.max_model_len} allows prompts of at most {max_prompt_length} tokens; increase "
+                f"{self.config.max_model_len} allows prompts of at most {max_length} tokens; increase "
                 "max_model_len, or drop or shorten long prompts"
             )
         _check_token_ids(prompts, num_embeddings, "encode the prompt with the tokenizer of this model")
-        return (self.config.max_model_len - prompts.lengths).clamp(max=sampling.max_tokens)
+
+    def check_scoring(
+        self,
+        prompts: Ragged,
+        top_k: int,
+        candidates: Ragged | None,
+        sampling: SamplingParams | None,
+        num_embeddings: int,
+    ) -> None:
+        """Raise `RolloutError` if the arguments of `score` are invalid. A prompt may have `max_model_len` tokens."""
+        self._check_prompts(prompts, self.config.max_model_len, num_embeddings)
+        if not 0 <= top_k <= num_embeddings:
+            raise RolloutError(f"top_k={top_k} is not from 0 to {num_embeddings}, the number of token ids of the model")
+        if candidates is not None:
+            if not torch.equal(candidates.lengths, prompts.lengths) or candidates.values.ndim != 2:
+                raise RolloutError(
+                    f"candidates has rows of {candidates.lengths.tolist()} tokens and values of shape "
+                    f"{tuple(candidates.values.shape)}; give (K,) ids for each token of the prompts"
+                )
+            named = candidates.map(lambda ids: ids.clamp(min=0).amax(-1))
+            _check_token_ids(named, num_embeddings, "give token ids of this model, or -1")
+        if sampling is not None and sampling.penalty_strengths != NO_PENALTIES:
+            raise UnsupportedSampling(
+                f"score does not support penalties, which depend on earlier tokens of a response, got {sampling}; "
+                "leave them out"
+            )
 
     def open_rows(
         self,

@@ -22,6 +22,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -76,7 +77,8 @@ class HFRollout(SharedModelRollout):
         if not len(rows.prompts):
             return rows.complete(Generation.empty(prompts))
         start = time.perf_counter()
-        plan, batches = list(self._batches(rows.contexts.lengths.tolist())), list[Generation]()
+        lengths = rows.contexts.lengths.tolist()
+        plan, batches = list(self.plan_batches(lengths, self.config.max_num_batched_tokens)), list[Generation]()
         with counted(len(rows.prompts), "responses") as work:
             for batch in plan:
                 batches.append(self._generate(hf, rows.select(torch.tensor(batch)), sampling, stop_ids, strings))
@@ -94,18 +96,23 @@ class HFRollout(SharedModelRollout):
         finished = torch.cat([batch.finished for batch in batches])[order.to(responses.values.device)]
         return rows.complete(Generation(responses, log_probs, finished, metrics).to(prompts.values.device))
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+    def plan_batches(self, lengths: list[int], max_tokens: int) -> Iterator[list[int]]:
         """Yield the rows of each batch, within the limits of the config: consecutive rows, or rows of equal length."""
         batch, width = list[int](), 0
         for row in range(len(lengths)) if self.pads else sorted(range(len(lengths)), key=lengths.__getitem__):
             num_tokens = (len(batch) + 1) * max(width, lengths[row])
-            is_full = len(batch) == self.config.max_num_seqs or num_tokens > self.config.max_num_batched_tokens
+            is_full = len(batch) == self.config.max_num_seqs or num_tokens > max_tokens
             if batch and (is_full or not (self.pads or lengths[row] == width)):
                 yield batch
                 batch, width = [], 0
             batch.append(row)
             width = max(width, lengths[row])
         yield batch
+
+    def compute_logits(self, hf: PreTrainedModel, rows: Ragged) -> Tensor:
+        """Compute rows that are padded on the right, where causal attention hides the padding."""
+        mask = rows.mask()
+        return hf(input_ids=rows.padded(), attention_mask=mask.long(), use_cache=False).logits[mask]
 
     def _generate(
         self, hf: Any, rows: OpenRows, sampling: SamplingParams, stop_ids: list[int], strings: StopStrings | None

@@ -13,7 +13,8 @@ module.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +27,9 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import QUEUE_BYTES, Digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_generation_eos, load_tokenizer, model_folder
-from camshaft.rollout.base import BaseRollout, check_can_generate, check_can_load
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import BaseRollout, SamplingParams, check_can_generate, check_can_load, check_finite
+from camshaft.rollout.scoring import CALL_LOGITS, PromptScores, score_tokens
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
 ALIGNMENT = 256
@@ -264,6 +267,40 @@ class SharedModelRollout(BaseRollout):
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
+
+    @torch.inference_mode()
+    def score(
+        self,
+        prompts: Ragged,
+        top_k: int = 0,
+        candidates: Ragged | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PromptScores:
+        hf, vocabulary = self.model.require_model(), self.model.num_embeddings
+        self.check_scoring(prompts, top_k, candidates, sampling, vocabulary)
+        restrict = (SamplingParams(1) if sampling is None else sampling).restrict
+        if not len(prompts):
+            return score_tokens(prompts, torch.empty(0, vocabulary), restrict, top_k, candidates)
+        limit = min(self.config.max_num_batched_tokens, max(1, CALL_LOGITS // vocabulary))
+        plan, parts = list(self.plan_batches(prompts.lengths.tolist(), limit)), list[PromptScores]()
+        for batch in plan:
+            index = torch.tensor(batch)
+            rows = prompts.select(index).to(self.model.device)
+            ids = None if candidates is None else candidates.select(index).to(self.model.device)
+            scores = score_tokens(rows, self.compute_logits(hf, rows), restrict, top_k, ids)
+            has_score = rows.positions() > 0
+            check_finite(scores.log_probs.map(lambda x, has=has_score: x.where(has & ~x.isneginf(), 0.0)))
+            parts.append(scores.to(prompts.values.device))
+        order = torch.tensor([row for batch in plan for row in batch]).argsort()
+        return PromptScores.concat(parts).select(order)
+
+    @abstractmethod
+    def plan_batches(self, lengths: list[int], max_tokens: int) -> Iterator[list[int]]:
+        """Yield the rows of each model call. A call on several rows has at most `max_tokens` tokens."""
+
+    @abstractmethod
+    def compute_logits(self, hf: PreTrainedModel, rows: Ragged) -> Tensor:
+        """Compute the logits (N, V) after each token of packed rows, with one model call."""
 
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)

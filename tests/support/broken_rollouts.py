@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from camshaft.config.backends import TORCH
 from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
@@ -22,6 +23,7 @@ from camshaft.rollout.builtin import scheduler
 from camshaft.rollout.builtin.kept_rows import KeptRows, Resumed
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.sampling import Penalties, uniform_numbers
+from camshaft.rollout.scoring import PromptScores
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -400,6 +402,78 @@ class RoundsToFloat8(TorchRollout):
         super().load_weights((name, weight.to(torch.float8_e5m2).to(weight.dtype)) for name, weight in weights)
 
 
+class ScoresTheNextToken(TorchRollout):
+    """Return the log-prob of each token at the token before it, as the model computes them."""
+
+    def score(self, *arguments: Any, **options: Any) -> PromptScores:
+        def shift(column: Ragged) -> Ragged:
+            return Ragged.from_rows([row.roll(-1, 0) for row in column.rows()])
+
+        return super().score(*arguments, **options).map(shift)
+
+
+class ScoresOtherRows(TorchRollout):
+    """Let the tokens of a model call attend to those of other prompts."""
+
+    def compute_logits(self, hf: PreTrainedModel, rows: Ragged) -> Tensor:
+        return super().compute_logits(hf, Ragged(rows.values, rows.lengths.sum()[None]))
+
+
+class RanksAscending(TorchRollout):
+    """Return the least probable tokens."""
+
+    def score(self, prompts: Ragged, top_k: int = 0, *arguments: Any, **options: Any) -> PromptScores:
+        scores = super().score(prompts, self.model.num_embeddings if top_k else 0, *arguments, **options)
+        if scores.top_tokens is None or scores.top_log_probs is None:
+            return scores
+        least = scores.top_tokens.map(lambda ids: ids[:, -top_k:].clone())
+        return replace(scores, top_tokens=least, top_log_probs=scores.top_log_probs.map(lambda x: x[:, -top_k:]))
+
+
+class ScoresUnnamedCandidates(TorchRollout):
+    """Return the log-prob of token 0 for candidates that are -1."""
+
+    def score(
+        self, prompts: Ragged, top_k: int = 0, candidates: Ragged | None = None, *arguments: Any, **options: Any
+    ) -> PromptScores:
+        candidates = None if candidates is None else candidates.map(lambda ids: ids.clamp(min=0))
+        return super().score(prompts, top_k, candidates, *arguments, **options)
+
+
+class ScoresUndeclared(TorchRollout):
+    capabilities = replace(TORCH, scores_prompts=False)
+
+
+class ScoresWithoutOptions(TorchRollout):
+    """Ignore the sampling options of scores."""
+
+    def score(self, *arguments: Any, sampling: SamplingParams | None = None) -> PromptScores:
+        return super().score(*arguments)
+
+
+class RemembersScores(TorchRollout):
+    """Return the scores of a prompt that was scored before, with whatever weights."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.known: dict[Any, PromptScores] = {}
+
+    def score(self, prompts: Ragged, *arguments: Any, **options: Any) -> PromptScores:
+        self.model.require_model()
+        key = (tuple(prompts.values.tolist()), arguments)
+        if key not in self.known:
+            self.known[key] = super().score(prompts, *arguments, **options)
+        return self.known[key]
+
+
+class TruncatesScoredPrompts(TorchRollout):
+    """Score as many tokens as fit, silently."""
+
+    def score(self, prompts: Ragged, *arguments: Any, **options: Any) -> PromptScores:
+        fitting = prompts.prefix(prompts.lengths.clamp(max=self.config.max_model_len))
+        return super().score(fitting, *arguments, **options)
+
+
 CAUGHT_BY: dict[type[BaseRollout], str] = {
     SamplesWhenGreedy: "greedy matches transformers",
     ForgetsTemperature: "log probs match the distribution",
@@ -434,6 +508,13 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
         (ContinuesRowsOfNeighbours, ForgetsClosing), "kept rows have the tokens of computed ones"
     ),
     KeepsRowsOfOldWeights: "new weights end kept rows",
+    **dict.fromkeys(
+        (ScoresTheNextToken, ScoresOtherRows, RanksAscending, ScoresUnnamedCandidates, ScoresUndeclared),
+        "scores match transformers",
+    ),
+    ScoresWithoutOptions: "scores and samples agree",
+    RemembersScores: "scores follow the weights",
+    TruncatesScoredPrompts: "invalid scores are rejected",
     IgnoresEndOfSequence: "end of sequence ends a row",
     ExceedsModelLength: "max model len ends a row",
     AnswersEmptyBatch: "no prompts",

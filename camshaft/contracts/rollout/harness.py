@@ -121,7 +121,7 @@ class Case:
 
         The penalties need `prompt_length`, the number of tokens that are not part of the response.
         """
-        logits = self._logits(model or self.oracle, tokens[None])[0]
+        logits = self.logits(model or self.oracle, tokens[None])[0]
         if prompt_length is not None:
             logits = torch.stack(
                 [
@@ -135,7 +135,7 @@ class Case:
 
     def log_probs(self, prompts: Ragged, responses: Ragged, sampling: SamplingParams) -> Ragged:
         """Return the float64 log-prob of each response token in the distribution that `sampling` describes."""
-        model, rows = self._double(), []
+        model, rows = self.double(), []
         for prompt, response in zip(prompts.rows(), responses.rows(), strict=True):
             tokens = torch.cat([prompt, response])
             probs = self.distribution(tokens, sampling, model, len(prompt))[len(prompt) - 1 : -1]
@@ -163,14 +163,14 @@ class Case:
         storing the log-probs in float32.
         """
         temperature = 1.0 if sampling.greedy else sampling.temperature
-        models = (self.oracle, self._double())
+        models = (self.oracle, self.double())
         single, double = (self._untruncated(model, prompts, responses, temperature) for model in models)
         storage_error = torch.finfo(torch.float32).eps * double.values.abs().max()
         return float(torch.maximum(storage_error, (single.values - double.values).abs().max()))
 
     def untruncated_log_probs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the float64 log-prob of each response token at temperature 1. This is fast enough for many rows."""
-        return self._untruncated(self._double(), prompts, responses, 1.0)
+        return self._untruncated(self.double(), prompts, responses, 1.0)
 
     @torch.no_grad()
     def _untruncated(self, model: Any, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
@@ -182,17 +182,18 @@ class Case:
         log_probs: list[Tensor] = [torch.empty(0)] * len(rows)
         for batch in _batches_of_similar_lengths([len(row) for row in rows]):
             grid = torch.nn.utils.rnn.pad_sequence([rows[row] for row in batch], batch_first=True)
-            scores = self._logits(model, grid)[:, :-1] / temperature
+            scores = self.logits(model, grid)[:, :-1] / temperature
             token_log_probs = scores.log_softmax(-1).gather(-1, grid[:, 1:, None])[..., 0]
             for row, values in zip(batch, token_log_probs, strict=True):
                 first = int(prompts.lengths[row]) - 1
                 log_probs[row] = values[first : first + int(responses.lengths[row])]
         return Ragged.from_rows(log_probs, torch.float64)
 
-    def _logits(self, model: Any, tokens: Tensor) -> Tensor:
+    def logits(self, model: Any, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of a model in float64, on the CPU."""
         return model(input_ids=tokens.to(self.oracle.device)).logits.double().cpu()
 
-    def _double(self) -> Any:
+    def double(self) -> Any:
         """Return a float64 copy of the oracle with its current weights, because rules change the weights in place."""
         return copy.deepcopy(self.oracle).double()
 

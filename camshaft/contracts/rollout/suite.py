@@ -6,7 +6,8 @@
 
 The oracle runs `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring
 states the requirement, and reports show its name. `stopping.py` contains the rules about the end of a row,
-`continuing.py` those about continued rows, `keeping.py` those about kept rows, and `weights.py` those about weights.
+`continuing.py` those about continued rows, `keeping.py` those about kept rows, `scoring.py` those about log-probs of
+given tokens, and `weights.py` those about weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from camshaft.contracts.rollout import continuing, keeping, weights
+from camshaft.contracts.rollout import continuing, keeping, scoring, weights
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout.harness import (
     EOS,
@@ -259,6 +260,8 @@ RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
     ends.no_prompts, ends.invalid_prompts_are_rejected,
     continuing.continued_rows_have_the_tokens_of_uninterrupted_ones, continuing.continued_rows_get_new_tokens_only,
     keeping.kept_rows_have_the_tokens_of_computed_ones, keeping.new_weights_end_kept_rows,
+    scoring.scores_match_transformers, scoring.scores_and_samples_agree, scoring.scores_follow_the_weights,
+    scoring.invalid_scores_are_rejected,
     weights.new_weights_replace_old_ones, weights.tied_weights_load_under_either_name,
     weights.weight_errors_name_the_weight, weights.version_is_that_of_the_weights, weights.generation_needs_weights,
     weights.digests_match_the_weights,

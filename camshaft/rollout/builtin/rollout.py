@@ -24,8 +24,9 @@ from camshaft.config.families.support import RESETS_STATE, rope_limit, unsupport
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import memory_info
 from camshaft.errors import RolloutError
-from camshaft.models.attention import PACKED, config_values
+from camshaft.models.attention import PACKED, config_values, packed_kwargs
 from camshaft.models.loader import import_external, load_config, model_folder
+from camshaft.models.packing import Packing
 from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
@@ -107,6 +108,20 @@ class TorchRollout(SharedModelRollout):
             for row_id, *parts in zip(ids, rows.contexts.rows(), generation.responses.rows(), strict=True):
                 self.kept.set_tokens(row_id, torch.cat(parts)[:-1])  # the last token has not been computed
         return rows.complete(generation)
+
+    def plan_batches(self, lengths: list[int], max_tokens: int) -> Iterator[list[int]]:
+        batch, total = list[int](), 0
+        for row, length in enumerate(lengths):
+            if batch and total + length > max_tokens:
+                yield batch
+                batch, total = [], 0
+            batch.append(row)
+            total += length
+        yield batch
+
+    def compute_logits(self, hf: PreTrainedModel, rows: Ragged) -> Tensor:
+        kwargs = packed_kwargs(Packing(rows.lengths.tolist()), rows.values.device)
+        return hf(input_ids=rows.values[None], **kwargs).logits[0]
 
     def open_stream(self) -> Stream:
         if self.routers is not None:

@@ -18,7 +18,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 
 def batches(rollout: Any, lengths: list[int]) -> list[list[int]]:
-    return list(rollout._batches(lengths))
+    return list(rollout.plan_batches(lengths, rollout.config.max_num_batched_tokens))
 
 
 def test_a_batch_has_at_most_max_num_seqs_rows(harness: RolloutHarness) -> None:
