@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,8 +80,8 @@ class Reply:
     body: bytes | Iterator[bytes]
     kind: str = "text/plain"
     headers: Mapping[str, str] = field(default_factory=dict)
-    sent: Callable[[], object] | None = None
-    """Called after the reply has been written completely."""
+    writing: AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
+    """Context in which the reply is written. It exits without an exception if the reply has been written completely."""
     close: bool = False
     """Close the connection afterwards."""
 
@@ -316,15 +317,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", reply.kind)
         if self.close_connection:
             self.send_header("Connection", "close")
-        if isinstance(reply.body, bytes):
+        with reply.writing:
+            if not isinstance(reply.body, bytes):
+                self._send_parts(reply.body)
+                return
             self.send_header("Content-Length", str(len(reply.body)))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(reply.body)
-        else:
-            self._send_parts(reply.body)
-        if reply.sent is not None:
-            reply.sent()
 
     def _send_parts(self, parts: Iterator[bytes]) -> None:
         is_chunked = self.request_version != "HTTP/1.0"

@@ -215,10 +215,9 @@ class Endpoint:
         exchange = session.exchange(digest, is_retry, request.is_connected, begin)
         choices = [self._named(choice, body) for choice in exchange.choices()]
         reply = write(choices, body, exchange.samples[0].identifier, self.model)
-        sent = exchange.mark_written
         if body.get("stream"):
-            return Reply(HTTPStatus.OK, wire.event_stream(reply, body), "text/event-stream", sent=sent)
-        return json_reply(reply, sent=sent)
+            return Reply(HTTPStatus.OK, wire.event_stream(reply, body), "text/event-stream", writing=exchange.writing())
+        return json_reply(reply, writing=exchange.writing())
 
     def _named(self, choice: Choice, body: dict[str, Any]) -> Choice:
         """Add the texts of the tokens, if the request reads them."""

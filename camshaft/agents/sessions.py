@@ -39,6 +39,9 @@ CONTEXT_CODE = "context_length_exceeded"
 WAIT_SECONDS = 0.5
 """Time between two checks of a waiting request whether its client is still there."""
 
+WRITE_SECONDS = 1.0
+"""Maximum time to wait for the end of a reply whose client has gone."""
+
 
 class Idle(NamedTuple):
     """Time in which a session has waited for its program, without an open request, in seconds."""
@@ -108,13 +111,23 @@ class Exchange:
         self.is_connected = is_connected
         """Return False if the client that waits for the answers has gone."""
         self.is_written = False
+        """True if the answers have been sent completely."""
+        self._num_writing = 0
+        self._changed = threading.Condition()
         self.num_repetitions = 0
         self.has_ended = threading.Event()
 
     @property
     def is_lost(self) -> bool:
-        """True if nobody has got the answers, and nobody waits for them."""
-        return not self.is_written and not self.is_connected()
+        """True if nobody has got the answers, and nobody waits for them.
+
+        A client may have read the answers and gone while the thread that writes them does not know yet that it has.
+        """
+        if self.is_written or self.is_connected():
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_writing == 0, WRITE_SECONDS)
+        return not self.is_written
 
     @property
     def has_failed(self) -> bool:
@@ -132,9 +145,18 @@ class Exchange:
                 raise sample.error
         return [sample.choice for sample in self.samples if sample.choice is not None]
 
-    def mark_written(self) -> None:
-        """Note that the answers have been sent completely."""
-        self.is_written = True
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Send the answers in this context."""
+        with self._changed:
+            self._num_writing += 1
+        try:
+            yield
+            self.is_written = True
+        finally:
+            with self._changed:
+                self._num_writing -= 1
+                self._changed.notify_all()
 
     def check_ended(self) -> None:
         if all(sample.choice is not None or sample.error is not None for sample in self.samples):

@@ -38,17 +38,19 @@ class Echo:
     def answer(self, request: Request) -> Reply:
         self.answered += 1
 
-        def sent() -> None:
+        @contextlib.contextmanager
+        def writing() -> Iterator[None]:
+            yield
             self.sent.append(request.path)
 
         if request.path == "/held":
             self.release.wait(30)
             self.connected.append(request.is_connected())
         if request.path == "/parts":
-            return Reply(200, iter([b"one,", b"", b"two"]), sent=sent)
+            return Reply(200, iter([b"one,", b"", b"two"]), writing=writing())
         if request.path == "/endless":
-            return Reply(200, (LONG * 10_000 for _ in range(1000)), sent=sent)
-        return json_reply({"method": request.method, "body": request.body.decode()}, sent=sent)
+            return Reply(200, (LONG * 10_000 for _ in range(1000)), writing=writing())
+        return json_reply({"method": request.method, "body": request.body.decode()}, writing=writing())
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
 from support.endpoints import LIMITS, PROMPT, SAMPLING, Client, HigherLower, Policy, user
 
+from camshaft.agents import sessions
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.calls import Parsed
 from camshaft.agents.endpoint import Endpoint
@@ -100,6 +101,22 @@ def test_eight_equal_requests_are_eight_samples(policy: Policy) -> None:
     assert sorted(texts(replies)) == sorted(one_by_one)
     alone = play(policy.rollout, Host({"": Once}), [Question(PROMPT, Start({}), 1)], policy.bridge, LIMITS, SAMPLING)
     assert rows[0].tokens == alone[0].tokens  # the first row has the seed of the question
+
+
+def test_a_client_that_has_read_its_answer_gets_another(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has written an answer may notice it after the client has asked again."""
+    write = sessions.Exchange.writing
+
+    @contextlib.contextmanager
+    def slowly(exchange: sessions.Exchange) -> Iterator[None]:
+        with write(exchange):
+            yield
+            time.sleep(0.2)
+
+    monkeypatch.setattr(sessions.Exchange, "writing", slowly)
+    with policy.serve() as client:
+        replies = [client.chat(PROMPT)["choices"][0]["message"]["content"] for _ in range(3)]
+    assert len(set(replies)) == 3
 
 
 class Once:
