@@ -2,21 +2,23 @@
 
     python benchmarks/long_tails.py --out benchmarks/results/long_tails.md
 
-Lengths are lognormal with sigma 1, at most 16 medians. Sixteen times as many answers as slots are generated, so that
-slots are refilled. Sides take turns within each round:
+Lengths are lognormal with sigma 1, at most 16 medians. More answers than slots are generated, so that slots are
+refilled. Sides take turns within each round:
 
 - equal: all answers have the mean length
 - long-tailed: the lengths
 - one class: the long-tailed lengths, with attention over as many positions as the longest live row has
 
 Numbers of positions are exact. The needed ones are those of each row itself; a decode step reads more of them. The size
-of the cache is that of the pages in memory (Linux), and the needed size is that of the positions of the live rows.
+of the cache is that of its pages in memory (Linux), and the needed size is that of the positions of the live rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import ctypes
+import itertools
+import mmap
 import statistics
 import tempfile
 import time
@@ -36,12 +38,12 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.builtin import length_classes, scheduler
+from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
 
-PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 PROMPT = 16
-ANSWERS = 16
-"""Number of answers per slot."""
+EVERY = 32
+"""Number of decode steps between two measurements of the memory, besides those with more positions than before."""
 SIDES = ("equal", "long-tailed", "one class")
 
 HEADER = """\
@@ -50,17 +52,20 @@ HEADER = """\
 
 
 class CountedStep(DecodeStep):
-    """A decode step that counts positions, and the memory in use."""
+    """A decode step that counts positions, and measures the memory in use."""
 
-    read = needed = peak = peak_needed = 0
+    measures = False
+    read = needed = peak = peak_needed = calls = 0
 
     def attend(self, module: Any, *arguments: Any) -> torch.Tensor:
         if module.layer_idx == 0:
             needed = int(self.positions.sum()) + len(self.positions)
             CountedStep.read += sum((rows.stop - rows.start) * length for rows, length in self.spans)
             CountedStep.needed += needed
-            CountedStep.peak = max(CountedStep.peak, resident())
+            if CountedStep.measures and (needed > CountedStep.peak_needed or CountedStep.calls % EVERY == 0):
+                CountedStep.peak = max(CountedStep.peak, resident(self.cache))
             CountedStep.peak_needed = max(CountedStep.peak_needed, needed)
+            CountedStep.calls += 1
         return super().attend(module, *arguments)
 
 
@@ -77,9 +82,18 @@ class Side:
     needed_cache: float = 0
 
 
-def resident() -> int:
-    """Return the memory of the process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_SIZE
+def resident(cache: KVCache) -> int:
+    """Return the size of the pages of the keys and values that are in memory."""
+    return sum(map(resident_bytes, itertools.chain(*cache.layers.values())))
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - start
+    pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((torch.frombuffer(pages, dtype=torch.uint8) & 1).sum()) * mmap.PAGESIZE
 
 
 def one_class(lengths: list[int]) -> tuple[list[LengthClass], list[int]]:
@@ -93,7 +107,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
     config = RolloutEngineConfig(model_path=str(folder), max_model_len=limit + PROMPT, max_num_seqs=slots)
     rollout = Counted(config)
     random = torch.Generator().manual_seed(1)
-    tail = (torch.randn(ANSWERS * slots, generator=random).exp() * median).long().clamp(1, limit)
+    tail = (torch.randn(arguments.answers * slots, generator=random).exp() * median).long().clamp(1, limit)
     equal = torch.full_like(tail, round(float(tail.float().mean())))
     prompts = Ragged.from_rows([(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))])
     sides = {name: Side([]) for name in SIDES}
@@ -101,23 +115,25 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
         for name in SIDES[:: -1 if number % 2 else 1]:
             rollout.limit_of = equal if name == "equal" else tail
             CountedStep.read = CountedStep.needed = CountedStep.peak = CountedStep.peak_needed = 0
+            CountedStep.calls, CountedStep.measures = 0, number == 0  # the measurement takes time
             plan = one_class if name == "one class" else length_classes.plan
             rollout.sleep()
             rollout.wake_up()
             rollout.load_weights(stored_weights(EngineModel(path=str(folder))))
-            before, start = resident(), time.perf_counter()
+            start = time.perf_counter()
             with (
                 mock.patch.object(scheduler, "DecodeStep", CountedStep),
                 mock.patch.object(length_classes, "plan", plan),
             ):
                 out = rollout.generate_sequences(prompts, sampling, torch.arange(len(tail)))
             seconds = time.perf_counter() - start
+            side, position = sides[name], sum(rollout.cache.position_bytes.values())
+            side.tokens, side.steps = len(out.responses.values), out.metrics["decode_steps"]
+            side.read, side.needed = CountedStep.read, CountedStep.needed
             if number:
-                side, position = sides[name], sum(rollout.cache.position_bytes.values())
-                side.tokens, side.steps = len(out.responses.values), out.metrics["decode_steps"]
                 side.seconds.append(seconds / side.tokens)
-                side.read, side.needed = CountedStep.read, CountedStep.needed
-                side.cache, side.needed_cache = CountedStep.peak - before, CountedStep.peak_needed * position
+            else:
+                side.cache, side.needed_cache = CountedStep.peak, CountedStep.peak_needed * position
     return sides
 
 
@@ -139,6 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--answers", type=int, default=16, help="answers per slot")
     parser.add_argument("--median", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -151,7 +168,7 @@ def main() -> None:
     text = f"""# Long-tailed lengths
 
 Time per sampled token relative to equal lengths, and positions of the KV cache that decode steps read: hidden size
-{arguments.hidden}, {arguments.layers} layers, {arguments.slots} slots, {ANSWERS * arguments.slots} answers of
+{arguments.hidden}, {arguments.layers} layers, {arguments.slots} slots, {arguments.answers * arguments.slots} answers of
 a median of {arguments.median} tokens. Median of {arguments.rounds} rounds on one thread, in which the sides take turns.
 
 {machine()}
@@ -159,8 +176,8 @@ a median of {arguments.median} tokens. Median of {arguments.rounds} rounds on on
 {HEADER}
 {chr(10).join(line(name, sides) for name in SIDES)}
 
-The memory of the process grows by {tail.cache / tail.needed_cache:.2f} times the size that the keys and values of live
-rows have at their peak, {tail.needed_cache / 2**20:.0f} MiB; with one class by {whole.cache / whole.needed_cache:.2f}.
+At its peak, the cache takes {tail.cache / tail.needed_cache:.2f} times the memory that the keys and values of live
+rows need at their peak, {tail.needed_cache / 2**20:.0f} MiB; with one class, {whole.cache / whole.needed_cache:.2f}.
 """
     print(text)
     if arguments.out is not None:

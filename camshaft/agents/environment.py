@@ -116,6 +116,14 @@ class Environments(Protocol):
         """Continue episodes with answers."""
         ...
 
+    def submit(self, calls: Mapping[int, Start | str | PolicyAnswer]) -> None:
+        """Begin episodes, or continue them with answers, without waiting for the results."""
+        ...
+
+    def take(self, timeout: float) -> Mapping[int, Turn | Fault]:
+        """Return the results of submitted calls that are there, after at most `timeout` seconds without one."""
+        ...
+
     def score(self, episodes: Sequence[int]) -> Mapping[int, Turn | Fault]:
         """Read the final scores of episodes, as rewards."""
         ...
@@ -176,6 +184,7 @@ class Host:
         self._factories, self._kwargs, self._wait = factories, dict(kwargs or {}), wait or _run_coroutine
         self._functions, self._must_score, self._judge = dict(functions or {}), must_score, judge
         self._hosted: dict[int, _Hosted] = {}
+        self._results: dict[int, Turn | Fault] = {}
         self._idle: dict[str, list[Any]] = {}
         """Environments whose episode has ended, by name. They are reset again."""
         self.is_async = any(map(inspect.iscoroutinefunction, self._functions.values())) or any(
@@ -189,6 +198,15 @@ class Host:
 
     def step(self, answers: Mapping[int, str | PolicyAnswer]) -> dict[int, Turn | Fault]:
         return self._each({number: self.reply(number, answer) for number, answer in answers.items()})
+
+    def submit(self, calls: Mapping[int, Start | str | PolicyAnswer]) -> None:
+        """Make calls at once."""
+        self._results |= self.reset({number: call for number, call in calls.items() if isinstance(call, Start)})
+        self._results |= self.step({number: call for number, call in calls.items() if not isinstance(call, Start)})
+
+    def take(self, timeout: float) -> dict[int, Turn | Fault]:
+        results, self._results = self._results, {}
+        return results
 
     def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
         return self._each({number: self.read_score(number) for number in episodes})

@@ -3,8 +3,10 @@
     limits = Limits(max_prompt=512, max_response=2048, max_turns=8)
     episodes = play(rollout, Host({"": HigherLower}), questions, Bridge(tokenizer), limits, SamplingParams(2048))
 
-Answers are generated in waves, one call of the rollout for all episodes that still run. The tokens of an episode depend
-only on its seed and its history, so neither waves nor other episodes have an effect on them. Where the numbers of a
+By default, answers are generated in waves, one call of the rollout for all episodes that still run. With the schedule
+"stream", an episode whose environment has answered joins the batch that is being generated. The tokens of an episode
+depend only on its seed and its history, so neither waves nor other episodes have an effect on them. Log-probs of a
+stream have a rounding error that depends on the rows that happened to be generated together. Where the numbers of a
 rollout are a function of seed and position (`RolloutCapabilities.continues_rows`), all answers use the seed of the row.
 Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current answer. A rollout
 that keeps rows (`RolloutCapabilities.keeps_rows`) computes each token of an episode once.
@@ -19,9 +21,17 @@ from camshaft.agents.calls import PolicyAnswer
 from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
 from camshaft.agents.episode import Episode
 from camshaft.errors import RolloutError
+from camshaft.progress import counted
 from camshaft.rewards.environments import episode_arguments, last_answer
 from camshaft.rewards.messages import Sample
-from camshaft.rollout import BaseRollout, SamplingParams, WaveRow, generate_wave
+from camshaft.rollout import Answer, BaseRollout, SamplingParams, Stream, WaveRow, generate_wave, open_stream
+from camshaft.subprocesses import POLL_SECONDS
+
+Schedule = Literal["waves", "stream"]
+"""Order of answers: all episodes answer at the same time, or each as soon as its environment has answered."""
+
+JOIN_SECONDS = 0.005
+"""Interval at which the results of environments are looked for while answers are generated."""
 
 TRUNCATED = "...(truncated)..."
 """Text in place of the part of an environment's text that is left out."""
@@ -66,13 +76,19 @@ def play(
     bridge: Bridge,
     limits: Limits,
     sampling: SamplingParams,
+    schedule: Schedule = "waves",
 ) -> list[Episode]:
     """Play one episode for each question, and return them in the same order.
 
     `max_tokens` of `sampling` is replaced by what `limits` leaves for an answer.
     """
-    game = _Game(rollout, environments, bridge, limits, sampling)
-    return game.play(questions)
+    game = _Game(rollout, environments, questions, bridge, limits, sampling)
+    if schedule == "waves":
+        game.play_waves()
+    else:
+        with open_stream(rollout) as stream:
+            game.play_stream(stream)
+    return game.end()
 
 
 class _Game:
@@ -82,30 +98,57 @@ class _Game:
         self,
         rollout: BaseRollout,
         environments: Environments,
+        questions: Sequence[Question],
         bridge: Bridge,
         limits: Limits,
         sampling: SamplingParams,
     ):
         self.rollout, self.environments, self.bridge = rollout, environments, bridge
-        self.limits, self.sampling = limits, sampling
-        self.episodes: list[Episode] = []
-        self.questions: Sequence[Question] = ()
+        self.questions, self.limits, self.sampling = questions, limits, sampling
+        self.episodes = [Episode(list(question.messages)) for question in questions]
+        self.was_cut: dict[int, bool] = {}
+        """Whether a limit has ended the last answer of an episode."""
 
-    def play(self, questions: Sequence[Question]) -> list[Episode]:
-        self.questions = questions
-        turns = self.environments.reset({number: question.start for number, question in enumerate(questions)})
-        self.episodes = [self._begin(question, turns[number]) for number, question in enumerate(questions)]
-        running = [number for number, episode in enumerate(self.episodes) if episode.stop_reason is None]
-        while running:
-            answered = self._generate(running)
-            turns = self.environments.step({number: answer for number, (answer, _) in answered.items()})
-            for number, (_, was_cut) in answered.items():
-                self._continue(self.episodes[number], self.questions[number], turns[number], was_cut)
+    def play_waves(self) -> None:
+        """Let all episodes answer at the same time, and then their environments."""
+        turns = self.environments.reset({number: question.start for number, question in enumerate(self.questions)})
+        for number in range(len(self.questions)):
+            self._begin(number, turns[number])
+        while running := [number for number, episode in enumerate(self.episodes) if episode.stop_reason is None]:
+            answers = generate_wave(self.rollout, [self._row(number) for number in running])
+            sent = {number: self._add(number, answer) for number, answer in zip(running, answers, strict=True)}
+            for number, turn in self.environments.step(sent).items():
+                self._continue(number, turn)
             self.rollout.close_rows(number for number in running if self.episodes[number].stop_reason is not None)
-            running = [number for number in running if self.episodes[number].stop_reason is None]
+
+    def play_stream(self, stream: Stream) -> None:
+        """Let each episode answer as soon as its environment has, while others are generated or wait."""
+        self.environments.submit({number: question.start for number, question in enumerate(self.questions)})
+        acting, answering = set(range(len(self.questions))), set[int]()  # environments and policy
+        with counted(len(self.questions), "episodes") as work:
+            while acting or answering:
+                turns = self.environments.take(0.0 if answering else POLL_SECONDS) if acting else {}
+                for number, turn in turns.items():
+                    (self._continue if self.episodes[number].turns else self._begin)(number, turn)
+                    if self.episodes[number].stop_reason is None:
+                        row = self._row(number)
+                        stream.put(number, row.tokens, row.sampling, row.seed)
+                        answering.add(number)
+                    else:
+                        stream.close(number)
+                        work.done += 1
+                acting -= turns.keys()
+                answers = stream.take(JOIN_SECONDS if acting else POLL_SECONDS) if answering else []
+                sent = {int(answer.row_id): self._add(int(answer.row_id), answer) for answer in answers}
+                self.environments.submit(sent)
+                acting |= sent.keys()
+                answering -= sent.keys()
+
+    def end(self) -> list[Episode]:
+        """Read the scores, and return the episodes."""
         self._add_scores()
         self._judge()
-        self.environments.end(range(len(questions)))
+        self.environments.end(range(len(self.questions)))
         return self.episodes
 
     def _add_scores(self) -> None:
@@ -130,31 +173,28 @@ class _Game:
             self.episodes[number].outcomes = outcomes
             self.episodes[number].seconds += sum(outcome.seconds for outcome in outcomes)
 
-    def _begin(self, question: Question, turn: Turn | Fault) -> Episode:
-        episode = Episode(list(question.messages))
+    def _begin(self, number: int, turn: Turn | Fault) -> None:
+        """Set the prompt of an episode, or end the episode."""
+        episode = self.episodes[number]
         if isinstance(turn, Fault):
             episode.fault, episode.stop_reason = turn, "error"
-            return episode
+            return
         episode.seconds += turn.seconds
         episode.messages = turn.prompt(episode.messages)
-        episode.prompt = self.bridge.start(episode.messages, question.tools)
+        episode.prompt = self.bridge.start(episode.messages, self.questions[number].tools)
         if len(episode.prompt) > self.limits.max_prompt:
             episode.stop_reason = "prompt"
-        return episode
 
-    def _generate(self, running: Sequence[int]) -> dict[int, tuple[str | PolicyAnswer, bool]]:
-        """Append an answer to each episode. Return the answers, and whether they reached a limit."""
-        wave = [self._row(number) for number in running]
-        answers: dict[int, tuple[str | PolicyAnswer, bool]] = {}
-        for number, sampled in zip(running, generate_wave(self.rollout, wave), strict=True):
-            episode = self.episodes[number]
-            episode.num_recomputed += episode.num_computed - sampled.num_cached
-            if not sampled.tokens:
-                raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
-            answer = self._add_answer(episode, sampled.tokens, sampled.log_probs, self.questions[number].tools)
-            episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
-            answers[number] = answer, sampled.reason == "length"
-        return answers
+    def _add(self, number: int, sampled: Answer) -> str | PolicyAnswer:
+        """Append an answer to an episode, and return what its environment receives."""
+        if not sampled.tokens:
+            raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
+        episode = self.episodes[number]
+        episode.num_recomputed += episode.num_computed - sampled.num_cached
+        answer = self._add_answer(episode, sampled.tokens, sampled.log_probs, self.questions[number].tools)
+        episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
+        self.was_cut[number] = sampled.reason == "length"
+        return answer
 
     def _row(self, number: int) -> WaveRow:
         """Return the row of the next answer of an episode."""
@@ -184,9 +224,9 @@ class _Game:
         left = self.limits.max_response - len(episode.tokens)
         return left if self.limits.max_turn_length is None else min(left, self.limits.max_turn_length)
 
-    def _continue(self, episode: Episode, question: Question, turn: Turn | Fault, was_cut: bool) -> None:
+    def _continue(self, number: int, turn: Turn | Fault) -> None:
         """Append what the environment says to the last answer, or end the episode."""
-        limits = self.limits
+        episode, limits = self.episodes[number], self.limits
         if isinstance(turn, Fault):
             episode.fault, episode.stop_reason = turn, "error"
             return
@@ -194,7 +234,7 @@ class _Game:
         episode.num_calls += turn.num_calls
         episode.num_errors += turn.num_errors
         episode.add_reward(turn.reward)
-        if was_cut and len(episode.tokens) == limits.max_response:
+        if self.was_cut[number] and len(episode.tokens) == limits.max_response:
             episode.stop_reason = "length"
         elif turn.done:
             episode.stop_reason = "done"
@@ -208,7 +248,7 @@ class _Game:
         messages = [self._truncated(message) for message in turn.messages]
         stopped = self.bridge.ends_answer(episode.tokens[-1])
         calls = episode.messages[-1].get("tool_calls", ())
-        ids = self.bridge.after(messages, stopped, question.tools, calls)
+        ids = self.bridge.after(messages, stopped, self.questions[number].tools, calls)
         if len(episode.tokens) + len(ids) >= limits.max_response:
             episode.stop_reason = "length"
         else:

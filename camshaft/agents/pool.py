@@ -4,6 +4,8 @@
     pool.check()                              # loads the environments in one process
     pool.reset({0: Start(...), ...})          # the interface of `Environments`
     pool.step({0: "5", ...})
+    pool.submit({0: "6"})                     # does not wait
+    pool.take(timeout=1.0)                    # {0: Turn(...)}
     pool.close()
 
 An episode stays in one process. Each process makes one call at a time, or those of several episodes if they are
@@ -103,6 +105,13 @@ class EnvironmentPool:
         self._output = Output(output, "the environment")
         self._processes: list[_Process] = []
         self._games: dict[int, _Game] = {}
+        self._queues: list[deque[int]] = [deque() for _ in range(num_workers)]
+        """Episodes whose calls have not been made, for each process."""
+        self._results: dict[int, Turn | Fault] = {}
+        """Results that have not been taken."""
+        self._pending: set[int] = set()
+        """Episodes without a result of their last call."""
+        self._wait = self._new_wait()
         self.num_failures = 0
         """Number of failed calls, including those that were repeated."""
         self.close = weakref.finalize(self, close_all, self._processes, os.getpid())
@@ -122,32 +131,59 @@ class EnvironmentPool:
 
     def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
         """Begin episodes. Episodes with the same numbers have ended."""
-        first = self.spec.sources[0].name if self.spec.sources else ""
-        for number, start in starts.items():
-            is_concurrent = (start.name or first) in self.spec.concurrent
-            self._games[number] = _Game(start.name, pickle.dumps(start), is_concurrent)
-        return self._run(list(starts))
+        return self._run(starts)
 
     def step(self, answers: Mapping[int, str | PolicyAnswer]) -> dict[int, Turn | Fault]:
         """Continue episodes with answers."""
-        for number, answer in answers.items():
-            self._games[number].answers.append(answer)
-        return self._run(list(answers))
+        return self._run(answers)
+
+    def submit(self, calls: Mapping[int, Start | Reply]) -> None:
+        """Begin episodes, or continue them, without waiting for the results."""
+        if not self.close.alive:
+            raise RolloutError("the environments are closed; create a new EnvironmentPool")
+        first = self.spec.sources[0].name if self.spec.sources else ""
+        if not self._pending:
+            self._wait = self._new_wait()
+        for number, call in calls.items():
+            if isinstance(call, Start):
+                is_concurrent = (call.name or first) in self.spec.concurrent
+                self._games[number] = _Game(call.name, pickle.dumps(call), is_concurrent)
+            else:
+                self._games[number].answers.append(call)
+            self._queues[number % self.num_workers].append(number)
+            self._pending.add(number)
+
+    def take(self, timeout: float) -> dict[int, Turn | Fault]:
+        """Return the results of submitted calls that are there, after at most `timeout` seconds without one."""
+        until = time.monotonic() + timeout
+        try:
+            while True:
+                self._start_calls()
+                self._receive_events(min(until, time.monotonic() + POLL_SECONDS))
+                if self._results or not self._pending or time.monotonic() >= until:
+                    self._start_calls()
+                    break
+        except BaseException:  # calls may still run whose results will not be read
+            for process in list(self._processes):
+                self._kill(process)
+            for waiting in (self._games, self._pending, self._results, *self._queues):
+                waiting.clear()
+            raise
+        results, self._results = self._results, {}
+        self._pending -= results.keys()
+        return results
 
     def score(self, episodes: Sequence[int]) -> dict[int, Turn | Fault]:
         """Read the final scores of episodes."""
-        for number in episodes:
-            self._games[number].answers.append(None)
-        return self._run(list(episodes))
+        return self._run(dict.fromkeys(episodes))
 
     def judge(self, samples: Mapping[int, Sample]) -> dict[int, list[Outcome]]:
         """Call the reward functions that take environments. A failure costs only its call."""
         outcomes: dict[int, list[Outcome]] = {number: [] for number in samples}
         functions = () if self.spec.rewards is None else self.spec.rewards.functions
         for function in range(len(functions)):
-            for number, sample in samples.items():
-                self._games[number].answers.append(Scoring(function, pickle.dumps(sample)))
-            for number, turn in self._run(list(samples)).items():
+            calls = {number: Scoring(function, pickle.dumps(sample)) for number, sample in samples.items()}
+            for number, turn in self._run(calls).items():
                 if isinstance(turn, Fault):
                     self._games[number].answers.pop()
                 outcomes[number].append(outcome_of(turn))
@@ -165,52 +201,52 @@ class EnvironmentPool:
 
     # -- calls --------------------------------------------------------------------------------------
 
-    def _run(self, numbers: Sequence[int]) -> dict[int, Turn | Fault]:
-        """Make the calls of the episodes that are not made yet. Return the last result of each episode."""
-        if not self.close.alive:
-            raise RolloutError("the environments are closed; create a new EnvironmentPool")
-        queues: list[deque[int]] = [deque() for _ in range(self.num_workers)]
-        for number in numbers:
-            queues[number % self.num_workers].append(number)
+    def _run(self, calls: Mapping[int, Start | Reply]) -> dict[int, Turn | Fault]:
+        """Make calls, and return the result of each."""
+        self.submit(calls)
         results: dict[int, Turn | Fault] = {}
-        try:
-            self._make_calls(queues, results, len(numbers))
-        except BaseException:  # calls may still run whose results will not be read
-            for process in list(self._processes):
-                self._kill(process)
-            self._games.clear()
-            raise
+        while self._pending:
+            results |= self.take(POLL_SECONDS)
         return results
 
-    def _make_calls(self, queues: Sequence[deque[int]], results: dict[int, Turn | Fault], count: int) -> None:
-        """Make the calls of queued episodes until `count` episodes have a result."""
-        wait = Wait("environments", RolloutError, NO_LIMIT)  # the time limit of each call bounds the wait
-        while len(results) < count:
-            for slot, queue in enumerate(queues):
-                process = self._at(slot)
-                if queue and process is None:
-                    process = self._start(slot)
-                if queue and process is not None and process.is_ready and not process.calls:
-                    self._submit(process, self._take(queue))
-            _, events = wait_for(self._processes, time.monotonic() + POLL_SECONDS)
-            busy = [process for process in self._processes if process.calls or not process.is_ready]
-            if busy:
-                oldest = min(busy, key=lambda process: process.since)
-                wait.check(partial(self._describe_call, oldest), oldest.stacks, oldest.since)
-            for process, event in events:
-                if isinstance(event, Ready):
-                    self._loaded(event.value)
-                elif isinstance(event, Answer):
-                    self._receive(event.key, event.reply.value, queues, results)
-                elif not process.is_ready:
-                    self._fail_loading(process)
-                else:
-                    self._replace(process, event.kind, queues, results)
+    def _new_wait(self) -> Wait:
+        return Wait("environments", RolloutError, NO_LIMIT)  # the time limit of each call bounds the wait
 
-    def _take(self, queue: deque[int]) -> list[int]:
-        """Remove and return the next episode, or all next ones whose calls can run at the same time."""
-        numbers = [queue.popleft()]
-        while queue and all(self._runs_beside(number) for number in (numbers[0], queue[0])):
+    def _start_calls(self) -> None:
+        """Send the calls of queued episodes to the processes that can make them now."""
+        for slot, queue in enumerate(self._queues):
+            process = self._at(slot)
+            if queue and process is None:
+                process = self._start(slot)
+            if queue and process is not None and process.is_ready:
+                numbers = self._take_next(queue, list(process.calls.values()))
+                if numbers:
+                    self._submit(process, numbers)
+
+    def _receive_events(self, until: float) -> None:
+        """Wait for results, crashes or time limits until a time, and process them."""
+        _, events = wait_for(self._processes, until)
+        busy = [process for process in self._processes if process.calls or not process.is_ready]
+        if busy:
+            oldest = min(busy, key=lambda process: process.since)
+            self._wait.check(partial(self._describe_call, oldest), oldest.stacks, oldest.since)
+        for process, event in events:
+            if isinstance(event, Ready):
+                self._loaded(event.value)
+            elif isinstance(event, Answer):
+                self._receive(event.key, event.reply.value)
+            elif not process.is_ready:
+                self._fail_loading(process)
+            else:
+                self._replace(process, event.kind)
+
+    def _take_next(self, queue: deque[int], running: Sequence[int]) -> list[int]:
+        """Remove and return the next episodes of a process: one if it is idle, and all that can run beside others."""
+        numbers: list[int] = []
+        while queue:
+            other = numbers[0] if numbers else next(iter(running), None)
+            if other is not None and not (self._runs_beside(other) and self._runs_beside(queue[0])):
+                break
             numbers.append(queue.popleft())
         return numbers
 
@@ -228,43 +264,39 @@ class EnvironmentPool:
         start = 0 if call.start is None else self.spec.start_timeout
         return start + sum(map(self.spec.limit, call.answers))
 
-    def _receive(
-        self, number: int, turns: list[Turn | Fault], queues: Sequence[deque[int]], results: dict[int, Turn | Fault]
-    ) -> None:
+    def _receive(self, number: int, turns: list[Turn | Fault]) -> None:
         """Process the results of the calls of an episode."""
         game = self._games[number]
         _, num_known = game.request(number)
         for index, turn in enumerate(turns):
             if isinstance(turn, Fault):
-                self._retry(number, turn, queues, results)
+                self._retry(number, turn)
                 return
             if index >= num_known:
                 game.turns.append(turn)
             elif turn._replace(seconds=0) != game.turns[index]._replace(seconds=0):
                 message = "the environment did not say the same again when its episode was repeated"
                 game.has_failed = True
-                self._retry(number, Fault("error", message), queues, results)
+                self._retry(number, Fault("error", message))
                 return
         game.is_hosted = True
         if game.is_waiting:
-            queues[number % self.num_workers].appendleft(number)
+            self._queues[number % self.num_workers].appendleft(number)
         else:
-            results[number] = game.turns[-1]
+            self._results[number] = game.turns[-1]
 
-    def _retry(self, number: int, fault: Fault, queues: Sequence[deque[int]], results: dict[int, Turn | Fault]) -> None:
+    def _retry(self, number: int, fault: Fault) -> None:
         """Repeat an episode after its first failure. The second failure is its result."""
         game = self._games[number]
         self.num_failures += 1
         game.is_hosted = False
         if game.has_failed or (fault.kind == "timeout" and game.turns):
-            results[number] = fault
+            self._results[number] = fault
             return
         game.has_failed = True
-        queues[number % self.num_workers].append(number)
+        self._queues[number % self.num_workers].append(number)
 
-    def _replace(
-        self, process: _Process, kind: Any, queues: Sequence[deque[int]], results: dict[int, Turn | Fault]
-    ) -> None:
+    def _replace(self, process: _Process, kind: Any) -> None:
         """Kill a process that crashed or exceeded its time limit. Its other episodes will be repeated in a new one."""
         self._kill(process)
         running, _ = process.split_calls()
@@ -275,14 +307,14 @@ class EnvironmentPool:
         if len(running) > 1:  # which of them has failed shows when each runs alone
             for number in running:
                 self._games[number].is_alone = True
-                queues[number % self.num_workers].append(number)
+                self._queues[number % self.num_workers].append(number)
             return
         (number,) = running
         messages = {
             "timeout": f"no result within {limit:g} s; the process was killed",
             "crash": f"the process {process.describe_exit()}",
         }
-        self._retry(number, Fault(kind, messages[kind]), queues, results)
+        self._retry(number, Fault(kind, messages[kind]))
 
     def _finish_ends(self) -> None:
         """Wait until the processes have noted the ends of episodes. One that fails is killed."""

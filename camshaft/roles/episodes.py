@@ -29,7 +29,7 @@ from camshaft.agents.environment import Start
 from camshaft.agents.episode import Episode, join_rows
 from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
-from camshaft.agents.play import Limits, Question, play
+from camshaft.agents.play import Limits, Question, Schedule, play
 from camshaft.agents.pool import EnvironmentPool
 from camshaft.agents.programs import ProgramPool
 from camshaft.agents.setup import ENVIRONMENT, TOOLS, check_tools
@@ -97,7 +97,7 @@ class EpisodePlayer(ABC):
         limits = limits_of(rollout, section)
         if isinstance(spec, ProgramSpec):
             return ProgramPlayer(ProgramPool(spec, output), bridge, limits, section.allow_sampling)
-        return EnvironmentPlayer(pool_of(spec, section, output), bridge, limits)
+        return EnvironmentPlayer(pool_of(spec, section, output), bridge, limits, section.schedule)
 
     @abstractmethod
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
@@ -136,10 +136,11 @@ class EnvironmentPlayer(EpisodePlayer):
     """Plays with environments."""
 
     pool: EnvironmentPool
+    schedule: Schedule = "waves"
 
     def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
         questions = [question(row, self.pool.spec) for row in rows]
-        return play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
+        return play(rollout, self.pool, questions, self.bridge, self.limits, sampling, self.schedule)
 
     def columns(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         return {} if self.pool.spec.rewards is None else {"env_outcomes": [episode.outcomes for episode in episodes]}

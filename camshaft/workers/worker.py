@@ -132,6 +132,7 @@ class Worker(Generic[Key]):
     def submit(self, calls: Iterable[tuple[Key, Any]], timeout: float, concurrent: bool = False) -> None:
         """Send calls, each with its key and payload. A worker has either concurrent calls or others at a time."""
         requests: list[Request] = []
+        longest = max(timeout, self._timeout) if self.calls else timeout
         for key, payload in calls:
             requests.append(Request(self._num_requests, payload))
             self.calls[self._num_requests] = key
@@ -139,7 +140,7 @@ class Worker(Generic[Key]):
             self._num_requests += 1
         if requests:
             self._outgoing.put(pack(Batch(requests, timeout, concurrent)))
-            self._timeout, self.is_concurrent = timeout, concurrent
+            self._timeout, self.is_concurrent = longest, concurrent
             self._set_deadline()
 
     def split_calls(self) -> tuple[list[Key], list[Key]]:

@@ -1,6 +1,6 @@
 """Episodes over vLLM: the game is played with an environment, and tokens and log-probs are those of sampling.
 
-Run by `make test-vllm`.
+Run by `make test-vllm`, and with a server and a stream by `make test-server`.
 """
 
 from pathlib import Path
@@ -24,11 +24,14 @@ RUN = RunInfo(project="test", experiment="test", folder=Path(), total_steps=1)
 TOLERANCE = 1e-4
 
 
-def played(folder: Path) -> DataProto:
+def played(folder: Path, name: str, schedule: str) -> DataProto:
     """Return the batch of a step that plays the game over vLLM."""
     with_wide_heads(folder)
     lengths = {"trainer.total_training_steps": 1, "trainer.total_epochs": 1}
     keys: dict[str, Any] = {**FOR_VLLM, **EPISODES, f"{TURNS}.environment": game(folder), **lengths}
+    keys |= {"actor_rollout_ref.rollout.name": name, f"{TURNS}.schedule": schedule}
+    if name == "server":
+        keys["+actor_rollout_ref.rollout.engine_kwargs.vllm_server_timeout"] = 600
     batches: list[DataProto] = []
     config = ppo_config(folder, keys)
     with PPOTrainer.open(config, Extensions(on_step=(lambda _, batch, metrics: batches.append(batch),))) as trainer:
@@ -38,8 +41,17 @@ def played(folder: Path) -> DataProto:
     return batches[0]
 
 
-def test_an_environment_is_played_over_vllm(tmp_path: Path) -> None:
-    batch = played(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("vllm", "waves"),
+        pytest.param("vllm", "stream", marks=pytest.mark.slow),
+        pytest.param("server", "waves", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param("server", "stream", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_an_environment_is_played_over_vllm(tmp_path: Path, name: str, schedule: str) -> None:
+    batch = played(tmp_path, name, schedule)
     assert set(batch["turns"].tolist()) == {3}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", dtype=torch.float32).eval()
     names = ("prompts", "responses", "response_mask", "rollout_log_probs")

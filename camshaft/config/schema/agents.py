@@ -116,6 +116,13 @@ class MultiTurnConfig(Section):
         "history as the chat template rewrites it, is not implemented.",
         unread=PLAYED,
     )
+    schedule: Literal["waves", "stream"] = key(
+        "waves",
+        "Order of answers. waves: the policy answers when all environments have, which repeats a run bit by bit. "
+        "stream: an episode whose environment has answered joins the batch that is being generated, so that slow "
+        "environments hold up only their own episodes; log-probs then repeat up to rounding.",
+        unread=WITH_ENVIRONMENT,
+    )
     num_workers: Count = key(4, "Number of processes on each rank that run environments.", unread=WITH_ENVIRONMENT)
     timeout: PositiveFloat = key(
         30.0,

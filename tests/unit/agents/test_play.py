@@ -1,5 +1,6 @@
 """Episodes over a rollout: tokens, masks, log-probs and limits, for chat templates of several families."""
 
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.environment import Host, Start
 from camshaft.agents.episode import Episode
-from camshaft.agents.play import Limits, Question, play
+from camshaft.agents.messages import Source, Spec
+from camshaft.agents.play import Limits, Question, Schedule, play
+from camshaft.agents.pool import EnvironmentPool
 from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.loader import quiet_transformers
@@ -52,12 +55,20 @@ class Talk:
         self.bridge = Bridge(self.tokenizer)
 
     def play(
-        self, count: int = 6, turns: int = MAX_TURNS, environment: Any = Counting, first_seed: int = 0, **limits: Any
+        self,
+        count: int = 6,
+        turns: int = MAX_TURNS,
+        environment: Any = Counting,
+        first_seed: int = 0,
+        schedule: Schedule = "waves",
+        **limits: Any,
     ) -> list[Episode]:
+        """Play with a class, or with environments that exist already."""
         seeds = range(first_seed, first_seed + count)
         questions = [Question(PROMPT, Start({"limit": turns}, seed=7, row_seed=seed), seed) for seed in seeds]
-        given = {"max_prompt": 64, "max_response": 400, **limits}
-        return play(self.rollout, Host({"": environment}), questions, self.bridge, Limits(**given), SamplingParams(400))
+        given = Limits(**{"max_prompt": 64, "max_response": 400, **limits})
+        environments = Host({"": environment}) if isinstance(environment, type) else environment
+        return play(self.rollout, environments, questions, self.bridge, given, SamplingParams(400), schedule)
 
     @torch.no_grad()
     def log_probs(self, episode: Episode) -> torch.Tensor:
@@ -221,3 +232,76 @@ def test_each_answer_has_a_seed_where_positions_have_none(chatml: Talk) -> None:
         first = one.mask.index(False)
         assert one.tokens[:first] == other.tokens[:first]  # a first answer is that of a run without environments
         assert one.tokens != other.tokens
+
+
+def facts(episode: Episode) -> tuple[Any, ...]:
+    return episode.prompt, episode.tokens, episode.mask, episode.rewards, episode.stop_reason, episode.messages
+
+
+class Waves(TorchRollout):
+    """A rollout without a stream of its own."""
+
+    open_stream: Any = None
+
+
+@pytest.mark.parametrize("kind", [TorchRollout, Waves])
+def test_a_stream_plays_the_episodes_of_waves(chatml: Talk, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    class Uneven(Counting):
+        """Ends after different numbers of turns, and fails to begin an episode with a short prompt limit."""
+
+        def reset(self, limit: int, seed: int, row_seed: int) -> str:
+            text = super().reset(2 + row_seed % limit, seed)
+            return text + " and on" * 40 if row_seed == 3 else text
+
+    rollout = kind(chatml.rollout.config)
+    rollout.load_weights(chatml.oracle.named_parameters())
+    monkeypatch.setattr(chatml, "rollout", rollout)
+    waves, streamed = (
+        chatml.play(9, 5, Uneven, max_turn_length=12, schedule=schedule) for schedule in ("waves", "stream")
+    )
+    assert {episode.stop_reason for episode in waves} == {"done", "prompt"}
+    for wave, episode in zip(waves, streamed, strict=True):
+        assert facts(wave) == facts(episode)
+        assert episode.log_probs == pytest.approx(wave.log_probs, abs=ROUNDING)
+        assert episode.num_recomputed == wave.num_recomputed
+
+
+WAITING = """
+import asyncio, os, time
+
+
+class Game:
+    def reset(self, limit, row_seed):
+        self.number, self.turn = row_seed, 0
+        return "Go."
+
+    DEF step(self, answer):
+        self.turn += 1
+        if self.number == 1 and self.turn == 2:
+            open("FILE", "w").close()
+        if self.number == 0:
+            while not os.path.exists("FILE"):
+                SLEEP(0.01)
+        return "On.", 1.0, self.turn == 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("define", "sleep", "workers"), [("def", "time.sleep", 2), ("async def", "await asyncio.sleep", 1)]
+)
+@pytest.mark.parametrize("schedule", ["waves", "stream"])
+def test_a_slow_environment_holds_up_its_own_episode_only(
+    chatml: Talk, tmp_path: Path, schedule: Schedule, define: str, sleep: str, workers: int
+) -> None:
+    """The first turn of one episode ends when another has begun its second turn, which waves do not let it."""
+    file = tmp_path / "game.py"
+    program = WAITING.replace("DEF", define).replace("SLEEP", sleep).replace("FILE", str(tmp_path / "flag"))
+    file.write_text(textwrap.dedent(program))
+    pool = EnvironmentPool(
+        Spec((Source("", f"{file}:Game"),), {}, 2.0 if schedule == "waves" else 60.0, 120.0, []), workers
+    )
+    pool.spec = pool.spec.described(pool.check())
+    first, *_, last = chatml.play(2, 2, pool, schedule=schedule)
+    pool.close()
+    assert last.stop_reason == "done"
+    assert (first.stop_reason, first.turns) == (("error", 1) if schedule == "waves" else ("done", 2))

@@ -255,6 +255,15 @@ def test_keys_reach_the_environments(home: Path, tmp_path: Path) -> None:
     assert pool.num_workers == 3
 
 
+@pytest.mark.parametrize("schedule", ["waves", "stream"])
+def test_schedule_reaches_the_player(home: Path, tmp_path: Path, schedule: str) -> None:
+    config = ppo_config(home, {**game(tmp_path), f"+{TURNS}.schedule": schedule})
+    spec, _ = open_environments(config.actor_rollout_ref.rollout.multi_turn, ())
+    player = EpisodePlayer.of(config, spec, None)
+    assert isinstance(player, EnvironmentPlayer)
+    assert player.schedule == schedule
+
+
 def test_padding_rows_are_not_played(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", hidden=32)
     log = tmp_path / "log"

@@ -13,7 +13,7 @@ from support.processes import marked, none_left_behind, parent, process_name, st
 
 from camshaft.workers import processes
 from camshaft.workers.messages import Ready
-from camshaft.workers.worker import Answer, Failure, Worker, close_all, count_processes, wait_for
+from camshaft.workers.worker import CANCEL_SECONDS, Answer, Failure, Worker, close_all, count_processes, wait_for
 
 SECONDS = 20.0
 """Time limit for what takes milliseconds on an idle machine."""
@@ -90,6 +90,13 @@ def test_concurrent_calls_are_cancelled_one_by_one(start: Start) -> None:
     assert replies["b"].value == ("sleep", 0.0)
     worker.submit([("blocking", 1)], timeout=SECONDS)
     assert answers(worker, 1) == {"blocking": 1}
+
+
+def test_a_concurrent_call_keeps_its_limit_beside_shorter_ones(start: Start) -> None:
+    worker = ready(start())
+    worker.submit([("long", ("sleep", 1.5))], timeout=SECONDS, concurrent=True)
+    worker.submit([("short", ("sleep", 0.0))], timeout=0.1 - CANCEL_SECONDS, concurrent=True)
+    assert answers(worker, 2).keys() == {"long", "short"}
 
 
 @pytest.mark.parametrize(
