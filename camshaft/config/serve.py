@@ -7,16 +7,21 @@ config.base_models()                    # {"models/tiny": "models/tiny"}
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from camshaft.config.backends import engine_capabilities, rollout_capabilities
+from camshaft.config.backends import (
+    SHARDED_ENGINE,
+    SINGLE_PROCESS_ENGINE,
+    engine_capabilities,
+    rollout_capabilities,
+)
 from camshaft.config.composition import parse_override
 from camshaft.config.guards import is_list
 from camshaft.config.model_settings import ModelSettings, read_settings
-from camshaft.config.schema.fields import Section, Text, key
-from camshaft.errors import ConfigError
+from camshaft.config.schema.fields import AUTO, Section, Text, key
+from camshaft.errors import CamshaftError, ConfigError
 from camshaft.hub import is_model_name
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -28,7 +33,19 @@ class ServeConfig(Section):
     model: Text | tuple[Text, ...] = key(
         ..., "Folder of the model that clients may train and sample, or name=folder. A list serves several models."
     )
-    engine: Text = key("reference", "Training engine: a name, or package.module:Class.")
+    engine: Text = key(
+        "auto",
+        "Training engine: a name, or package.module:Class. auto is reference on one rank, and fsdp on several.",
+    )
+    engine_kwargs: dict[str, Any] = key(
+        {}, "Options of the engine, such as {ulysses_sequence_parallel_size: 2} of fsdp or {optimizer_offload: true}."
+    )
+    ranks: int = key(
+        1,
+        "Number of worker processes on each machine, each on one device. Together they train a model, and each of them "
+        "samples.",
+        ge=1,
+    )
     rollout: Text = key("torch", "Rollout that samples: a name, or package.module:Class.")
     lora_alpha: float = key(
         32.0, "Scaling of LoRA adapters. A layer's update is multiplied by lora_alpha / rank.", gt=0
@@ -90,11 +107,20 @@ class ServeConfig(Section):
         positions = self.settings(folder).positions()
         return self.max_model_len if positions is None else min(self.max_model_len, positions[1])
 
+    def engine_name(self) -> str:
+        """Return the name of the engine."""
+        return self.engine if self.engine != AUTO else SHARDED_ENGINE if self.ranks > 1 else SINGLE_PROCESS_ENGINE
+
+    def compute_dtype(self, is_accelerated: bool) -> Literal["float32", "bfloat16"]:
+        """Return the dtype in which the model computes."""
+        is_half = self.param_dtype == "bfloat16" or (self.param_dtype == AUTO and is_accelerated)
+        return "bfloat16" if is_half else "float32"
+
     def engine_options(self, is_accelerated: bool) -> dict[str, Any]:
-        """Return the options of the engine for the dtype in which the model computes."""
-        automatic = "bfloat16" if is_accelerated else "float32"
-        dtype = automatic if self.param_dtype == "auto" else self.param_dtype
-        return {} if dtype == "float32" else {"mixed_precision": {"param_dtype": dtype}}
+        """Return the options of the engine, with the dtype in which the model computes."""
+        dtype = self.compute_dtype(is_accelerated)
+        precision = {} if dtype == "float32" else {"mixed_precision": {"param_dtype": dtype}}
+        return precision | self.engine_kwargs
 
     @staticmethod
     def settings(folder: str) -> ModelSettings:
@@ -161,14 +187,32 @@ def _find_problems(config: ServeConfig) -> list[str]:
             problems.append(
                 f"model: {folder} contains no config.json. Give a model folder" + _rename_hint(name, folder)
             )
-    capabilities = engine_capabilities(config.engine)
-    if not capabilities.supports_step_hyperparameters:
-        problems.append(
-            f"engine={config.engine} does not support hyperparameters of a step, which each optim_step of a client "
-            "sets. Set engine=reference"
-        )
+    problems += _find_engine_problems(config)
     rollout_capabilities(config.rollout)  # raises ConfigError for an unknown name
     return problems
+
+
+def _find_engine_problems(config: ServeConfig) -> list[str]:
+    name = config.engine_name()
+    capabilities = engine_capabilities(name)
+    if not (capabilities.supports_step_hyperparameters and capabilities.supports_target_log_probs):
+        return [
+            f"engine={name} does not support hyperparameters of a step, which each optim_step of a client sets, or "
+            f"log-probs of any targets. Set engine={SINGLE_PROCESS_ENGINE}, or engine={SHARDED_ENGINE} for several "
+            "ranks"
+        ]
+    if config.ranks > 1 and not capabilities.multiple_ranks:
+        return [f"engine={name} trains on one rank, and ranks={config.ranks}. Set engine={SHARDED_ENGINE}"]
+    try:
+        ranks_per_row = capabilities.options.from_dict(config.engine_options(False)).ranks_per_row()
+    except CamshaftError as error:
+        return [f"engine_kwargs: {error}"]
+    if config.ranks % ranks_per_row:
+        return [
+            f"ranks={config.ranks} is not divisible by the {ranks_per_row} ranks that process the same rows "
+            "(engine_kwargs). Set another number of ranks"
+        ]
+    return []
 
 
 def _rename_hint(name: str, folder: str) -> str:

@@ -30,6 +30,7 @@ from camshaft.config.backends import targets
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, OptimConfig
 from camshaft.device import seed_ranks
 from camshaft.engine.base import BaseEngine, Predictions, StepHyperparameters, StepResult
+from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero
 from camshaft.engine.context import RoutingMode, StepContext
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.heads import Output
@@ -39,9 +40,10 @@ from camshaft.plugins import load
 from camshaft.seat import Seat
 
 __all__ = [
-    "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineModel", "EngineOptions", "OptimConfig",
-    "Output", "PackedModel", "Predictions", "RoutingMode", "Seat", "StepContext", "StepHyperparameters", "StepResult",
-    "TorchEngine", "build_engine", "engine_class", "load_model", "seed_ranks",
+    "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineModel", "EngineOptions", "Group",
+    "OptimConfig", "Output", "PackedModel", "Predictions", "RoutingMode", "Seat", "StepContext", "StepHyperparameters",
+    "StepResult", "TorchEngine", "build_engine", "engine_class", "load_model", "on_every_rank", "on_rank_zero",
+    "seed_ranks",
 ]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)

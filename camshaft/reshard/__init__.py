@@ -26,11 +26,12 @@ from camshaft.reshard.hybrid import (
     rollout_mode,
     sync_weights,
 )
-from camshaft.reshard.snapshot import Publisher, Snapshot, machine_id, receive
+from camshaft.reshard.snapshot import Publisher, Snapshot, SnapshotMemory, machine_id, receive
 
 __all__ = [
     "Publisher",
     "Snapshot",
+    "SnapshotMemory",
     "Sync",
     "asleep_after_error",
     "enter",

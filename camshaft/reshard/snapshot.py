@@ -97,13 +97,10 @@ class Publisher:
                 for _ in weights:
                     pass
                 return None
-            sync, is_full = Sync(version), len(self._memories) == self.snapshots
+            is_full = len(self._memories) == self.snapshots
             memory = self._memories.popleft() if is_full else SnapshotMemory()
             self._memories.append(memory)
-            buckets = list(memory.write(sync.record(weights)))
-        self._published = Snapshot(
-            version, machine_id(), memory.handle(), buckets, sync.digests, sync.bytes, sync.check_seconds
-        )
+            self._published = memory.snapshot(weights, version)
         return self._published
 
     def portable(self) -> Snapshot:
@@ -120,8 +117,17 @@ class SnapshotMemory:
         self._memory = HostMemory()
         self.segments = [self._memory.extend(SEGMENT)]
 
-    def handle(self) -> dict[str, Any]:
-        return self._memory.handle()
+    def snapshot(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> Snapshot:
+        """Write weights, and return their snapshot."""
+        sync = Sync(version)
+        buckets = list(self.write(sync.record(weights)))
+        handle = self._memory.handle()
+        return Snapshot(version, machine_id(), handle, buckets, sync.digests, sync.bytes, sync.check_seconds)
+
+    def close(self) -> None:
+        """Free the memory when no process reads it any more."""
+        self.segments.clear()
+        self._memory.close()
 
     def write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """Write one bucket after the other, each to a segment of its own."""

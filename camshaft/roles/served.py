@@ -1,58 +1,56 @@
 """Role of `camshaft serve`: the engines of the models that clients train, and the rollouts that sample from them.
 
-    worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32), seed=0)
+    worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32), seed=0)     # on all ranks
     worker.forward_backward("s:train:0", rows, "ppo", {"clip_low_threshold": 0.9}, forward_only=False)
     worker.optimizer_step("s:train:0", hyperparameters)
     worker.publish("s:train:0", "v1")
     worker.sample("models/tiny", "v1", prompts, SamplingParams(max_tokens=16), seeds)
 
-Models are known by the id that clients have for them. A published version is a copy of all weights in host memory that
-never changes; a rollout holds one version at a time. Of many versions, the least recently used are in files.
+Models are known by the id that clients have for them. All ranks of an engine take part in a command, each with rows of
+its own, and each rank has a rollout that holds one published version at a time (versions.py).
 
 An error that a client can cause is returned as a `Refusal`, because an exception ends the worker process, and all
-models with it.
+models with it. If one rank has an error, all ranks return it: none waits for another one in the next command.
 """
 
-import contextlib
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 from torch import Tensor
 
-from camshaft import storage
 from camshaft.algorithms.token_losses import LOSSES, BoundLoss
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.serve import ServeConfig
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import host_backend
 from camshaft.engine import (
     BaseEngine,
     EngineConfig,
     EngineModel,
+    Group,
     OptimConfig,
     StepContext,
     StepHyperparameters,
     build_engine,
+    on_every_rank,
 )
-from camshaft.errors import CamshaftError, CheckpointError, EngineError, RolloutError
+from camshaft.errors import CamshaftError, EngineError
 from camshaft.models.loader import stored_weights
-from camshaft.reshard import load_verified
 from camshaft.roles.rollout import generation_columns
+from camshaft.roles.versions import Versions
 from camshaft.rollout import BaseRollout, RolloutEngineConfig, SamplingParams, build_rollout
+from camshaft.seat import Seat
 
 F = TypeVar("F", bound=Callable[..., Any])
-Weights = dict[str, Tensor]
 
 OUTPUT = "target_log_probs"
-VERSION = "version"
-"""Kind of the folders with published weights."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,12 @@ class Refusal:
     """An error that leaves the worker usable, in place of the result of a call."""
 
     message: str
+    is_vague: bool = False
+    """True if another rank may know the cause."""
+
+
+class ElsewhereError(EngineError):
+    """An error whose cause is in the rows or the weights of another rank."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,17 @@ class StepReport:
 
 
 def _refusing(method: F) -> F:
-    """Return errors of this package and of files instead of raising them."""
+    """Return errors of this package and of files instead of raising them. If a rank has one, all ranks return it."""
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(worker: "ServedWorker", *args: Any, **kwargs: Any) -> Any:
+        result, refusal = None, None
         try:
-            return method(*args, **kwargs)
+            result = method(worker, *args, **kwargs)
         except (CamshaftError, OSError) as error:  # such as a full disk
-            return Refusal(str(error))
+            refusal = Refusal(str(error), isinstance(error, ElsewhereError))
+        refusals = [found for found in on_every_rank(worker.group, lambda: refusal) if found is not None]
+        return min(refusals, key=lambda found: found.is_vague, default=result)
 
     return call  # pyright: ignore[reportReturnType]
 
@@ -95,74 +102,18 @@ class ServedModel:
     """Number of calls of `forward_backward` since the last optimizer step."""
 
 
-class Versions:
-    """Published weights by name. The least recently used ones beyond a limit are in files.
-
-    The files of an earlier process are kept, because the name of a version never has other weights.
-    """
-
-    def __init__(self, folder: Path, max_in_memory: int):
-        self.folder, self.max_in_memory = folder, max_in_memory
-        for leftover in folder.glob("*"):
-            storage.remove_unfinished(leftover)
-        self._in_memory: OrderedDict[str, Weights] = OrderedDict()
-        self._in_files = {path.name for path in folder.glob("*") if _is_version(path)}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._in_memory or name in self._in_files
-
-    def add(self, name: str, weights: Weights) -> None:
-        self._in_memory[name] = weights
-        while len(self._in_memory) > self.max_in_memory:
-            oldest = next(iter(self._in_memory))
-            self.write(oldest)
-            del self._in_memory[oldest]
-
-    def get(self, name: str) -> Weights:
-        if name in self._in_memory:
-            self._in_memory.move_to_end(name)
-        elif name in self._in_files:
-            self.add(name, load_file(self._path(name) / "model.safetensors"))
-        else:
-            raise RolloutError(f"the weights {name} have been released")
-        return self._in_memory[name]
-
-    def write(self, name: str) -> None:
-        """Write weights to a file, so that they survive the process."""
-        if name in self._in_memory and name not in self._in_files:
-            with storage.new_folder(self._path(name), kind=VERSION) as folder:
-                save_file(self._in_memory[name], folder / "model.safetensors")
-            self._in_files.add(name)
-
-    def remove(self, name: str) -> None:
-        self._in_memory.pop(name, None)
-        if name in self._in_files:
-            self._in_files.discard(name)
-            storage.remove(self._path(name))
-
-    def retain(self, names: Collection[str]) -> None:
-        """Remove all weights but these."""
-        for name in {*self._in_memory, *self._in_files}.difference(names):
-            self.remove(name)
-
-    def _path(self, name: str) -> Path:
-        return self.folder / name
-
-
-def _is_version(folder: Path) -> bool:
-    with contextlib.suppress(CheckpointError):
-        return storage.is_complete(folder) and storage.read_manifest(folder)["facts"].get("kind") == VERSION
-    return False
-
-
 class ServedWorker(Worker):
-    """Engines and rollouts of one server, on one device."""
+    """Engines and rollouts of one server, on one device. All ranks have the same models and versions."""
 
     def __init__(self, config: ServeConfig):
         super().__init__()
         self.config = config
         self.models: dict[str, ServedModel] = {}
-        self.versions = Versions(Path(config.folder).absolute() / "versions", config.max_versions)
+        self.group = cast(Group, dist.new_group(backend=host_backend()) if self.world > 1 else None)
+        """Process group that exchanges errors and handles of memory."""
+        self.versions = Versions(
+            Path(config.folder).absolute() / "versions", config.max_versions, self.group, self.rank_info.local_rank == 0
+        )
         self.rollouts: dict[str, BaseRollout] = {}
         """Rollout of each base model, by its folder."""
         self.held: dict[str, str] = {}
@@ -170,23 +121,25 @@ class ServedWorker(Worker):
 
     # -- training ---------------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @_refusing
-    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> None:
-        """Build the engine of a model, with an adapter or for the training of all weights."""
+    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> Seat:
+        """Build the engine of a model, with an adapter or for the training of all weights. Return its seat."""
         engine = self._build_engine(base, lora, seed, OptimConfig())
         engine.optimizer_zero_grad()
         self.models[model_id] = ServedModel(engine, base)
+        return engine.seat
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @_refusing
     def forward_backward(
         self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
     ) -> DataProto:
         """Compute the log-probs of the targets and, unless `forward_only`, add the gradients of the loss.
 
-        Return the column `log_probs`, with an entry for each token of `input_ids`, and the sum `loss` of all tokens in
-        the meta information.
+        `rows` are those of this rank. Their meta information `numbers` has their numbers in the request. Return the
+        column `log_probs`, with an entry for each token of `input_ids`, and in the meta information the share of the
+        rank in the sum `loss` of all tokens.
         """
         model = self._model(model_id)
         loss_fn, ctx = LOSSES[loss].bind(options), StepContext(outputs=(OUTPUT,))
@@ -204,7 +157,8 @@ class ServedWorker(Worker):
             log_probs, value = predictions[OUTPUT], float(result)
         log_probs = log_probs.map(lambda values: values.detach().float()).to("cpu")
         _check_finite(rows, log_probs, value, loss_fn)
-        return DataProto.from_dict({"log_probs": log_probs}, {"loss": value})
+        share = value if forward_only or engine.seat.dp_rank == 0 else 0.0  # an update returns the sum of all ranks
+        return DataProto.from_dict({"log_probs": log_probs}, {"loss": share})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @_refusing
@@ -222,7 +176,8 @@ class ServedWorker(Worker):
             name = engine.non_finite_gradient() if engine.skipped_steps > skipped else None
             self._clear(model)
         if not math.isfinite(norm):
-            raise EngineError(
+            kind = EngineError if name else ElsewhereError
+            raise kind(
                 f"the gradient of {name or 'the model'} is not finite (norm {norm}), so no weight has changed and the "
                 "gradients are cleared; lower the learning rate, or check the log-probs and advantages of the data"
             )
@@ -285,7 +240,7 @@ class ServedWorker(Worker):
             seed=seed,
             options=self.config.engine_options(self.device != "cpu"),
         )
-        engine = build_engine(self.config.engine, config)
+        engine = build_engine(self.config.engine_name(), config)
         engine.init_model()
         return engine
 
@@ -296,7 +251,7 @@ class ServedWorker(Worker):
     def publish(self, model_id: str, version: str) -> None:
         """Keep a copy of the weights of a model."""
         model = self._model(model_id)
-        self.versions.add(version, self._copy_weights(model.engine, model.base))
+        self._add_version(version, model.engine, model.base)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @_refusing
@@ -304,7 +259,7 @@ class ServedWorker(Worker):
         """Keep a copy of the weights of a checkpoint."""
         engine = self._build_engine(base, lora, 0, None)
         engine.load_checkpoint(folder, del_local_after_load=False)
-        self.versions.add(version, self._copy_weights(engine, base))
+        self._add_version(version, engine, base)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @_refusing
@@ -312,7 +267,7 @@ class ServedWorker(Worker):
         """Keep the weights of a model folder."""
         rollout = self._rollout(base)
         weights = stored_weights(EngineModel(path=base))
-        self.versions.add(version, {name: tensor.to(rollout.sync_dtype(name, tensor)) for name, tensor in weights})
+        self.versions.add(version, ((name, tensor.to(rollout.sync_dtype(name, tensor))) for name, tensor in weights))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def has_version(self, version: str) -> bool:
@@ -338,16 +293,15 @@ class ServedWorker(Worker):
         """Free published weights, which must not be sampled any more."""
         self.versions.remove(version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @_refusing
     def sample(self, base: str, version: str, prompts: Ragged, sampling: SamplingParams, seeds: Tensor) -> DataProto:
-        """Sample one response for each prompt; the columns are those of `generation_columns`."""
+        """Sample one response for each prompt of this rank; the columns are those of `generation_columns`."""
         rollout = self._rollout(base)
         rollout.check_sampling(sampling)
         if self.held.get(base) != version:
-            weights = self.versions.get(version)
             self.held.pop(base, None)
-            load_verified(iter(weights.items()), rollout, "cpu")
+            self.versions.load(version, rollout)
             self.held[base] = version
         return DataProto.from_dict(generation_columns(rollout.generate_sequences(prompts, sampling, seeds)))
 
@@ -356,32 +310,31 @@ class ServedWorker(Worker):
             config = RolloutEngineConfig(
                 model_path=base,
                 device=self.device,
-                dtype="float32" if self.config.engine_options(self.device != "cpu") == {} else "bfloat16",
+                dtype=self.config.compute_dtype(self.device != "cpu"),
                 max_model_len=self.config.context_length(base),
                 seed=self.config.seed,
             )
             self.rollouts[base] = build_rollout(self.config.rollout, config)
         return self.rollouts[base]
 
-    def _copy_weights(self, engine: BaseEngine, base: str) -> Weights:
+    def _add_version(self, version: str, engine: BaseEngine, base: str) -> None:
         rollout = self._rollout(base)
         with engine.share_weights():
-            weights = engine.named_weights(dtype_of=rollout.sync_dtype)
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+            self.versions.add(version, engine.named_weights(dtype_of=rollout.sync_dtype))
 
 
 def _check_finite(rows: DataProto, log_probs: Ragged, loss: float, loss_fn: BoundLoss) -> None:
     """Raise `EngineError` that names the first datum whose log-probs or loss are not finite."""
     if math.isfinite(loss) and bool(log_probs.values.isfinite().all()):
         return
-    cause = "the sum of the losses"
-    for index in range(len(rows)):
+    cause, kind = "the sum of the losses", ElsewhereError
+    for index, number in enumerate(rows.meta_info["numbers"]):
         row = log_probs.select([index])
         is_finite = bool(row.values.isfinite().all())
         if not is_finite or not math.isfinite(float(loss_fn(rows.reorder([index]), {OUTPUT: row}, {})[0])):
-            cause = f"datum {index}: {'the loss' if is_finite else 'a log-prob'}"
+            cause, kind = f"datum {number}: {'the loss' if is_finite else 'a log-prob'}", EngineError
             break
-    raise EngineError(
+    raise kind(
         f"{cause} is not finite; check the logprobs and advantages of the data for extreme values, or go back to an "
         "earlier state of the model with a lower learning rate"
     )

@@ -24,13 +24,15 @@ from camshaft import storage
 from camshaft.engine import StepHyperparameters
 from camshaft.errors import CamshaftError, WorkerError
 from camshaft.roles.served import StepReport
+from camshaft.seat import Seat
 from camshaft.service import codec
 from camshaft.service.checkpoints import Checkpoints, Record, SavedPath, lora_of
 from camshaft.service.commands import Command, CommandLog, Job, JobQueue, failure_of
 from camshaft.service.errors import CommandError
 from camshaft.service.futures import Future, Futures, Result, Statement
-from camshaft.service.process import RoleProcess
+from camshaft.service.process import PerRank, RoleProcess
 from camshaft.service.sampling import Version, Versions
+from camshaft.service.shares import Shares
 from camshaft.service.store import Entry, abandon_entry, drop_content, set_state
 from camshaft.wire import messages, schemas
 
@@ -108,6 +110,8 @@ class Model:
         """Why the gradients are incomplete, until the next optimizer step."""
         self._generation: int | None = None
         """Generation of the worker process that has the model."""
+        self._seats: list[Seat] = []
+        """Seat of each rank in the engine."""
         self._executed = 0
         """Number of the last executed command."""
         self._num_steps = 0
@@ -218,7 +222,8 @@ class Model:
 
     def _build(self) -> None:
         record = self.facts.record
-        self._call("create", self.facts.folder, lora_of(record), record.seed)
+        arguments = self.identifier, self.facts.folder, lora_of(record), record.seed
+        self._seats = self.role.call_ranks("create", *arguments)
 
     def _states(self) -> Path:
         return self.parts.checkpoints.states_of(self.identifier)
@@ -287,14 +292,15 @@ class Model:
         def run() -> Result:
             try:
                 loss, options = codec.read_loss(request)
-                rows = codec.read_rows(request, loss, self.facts.limits)
-                output = self._call("forward_backward", rows, loss.name, options, request.forward_only)
+                shares = Shares.of(codec.read_rows(request, loss, self.facts.limits), self._seats)
+                arguments = PerRank(shares.parts), loss.name, options, request.forward_only
+                outputs = self.role.call_ranks("forward_backward", self.identifier, *arguments)
             except WorkerError:
                 raise
             except Exception as error:
                 fail(f"{error}".partition("\n")[0])
                 raise
-            return Result.of_message(codec.write_output(output.ragged("log_probs"), output.meta_info["loss"]))
+            return Result.of_message(codec.write_output(*shares.merge(outputs)))
 
         def fail(reason: str) -> Result:
             if not request.forward_only:

@@ -13,6 +13,7 @@ model folder or from a checkpoint, or the model that has published them is resto
 """
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from camshaft.config.engine import LoRAConfig
-from camshaft.dataproto import Ragged
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RolloutError
 from camshaft.rollout import SamplingParams
 from camshaft.service import codec
@@ -29,7 +30,7 @@ from camshaft.service.checkpoints import Checkpoints, Saved, SavedPath, lora_of
 from camshaft.service.commands import MAX_ROWS, Job, Repetitions
 from camshaft.service.errors import CommandError
 from camshaft.service.futures import Future, Result
-from camshaft.service.process import RoleProcess
+from camshaft.service.process import PerRank, RoleProcess
 from camshaft.wire.schemas import Sample, SampleSettings
 
 UNSUPPORTED = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_logprobs_last_n",
@@ -233,8 +234,11 @@ class Sampler:
         requests: list[SampleRequest] = [job.argument for job in jobs]
         prompts = Ragged.from_rows([torch.tensor(r.tokens) for r in requests for _ in r.seeds])
         seeds = torch.tensor([seed for request in requests for seed in request.seeds])
-        version, folder = self.version.identifier, self.version.folder
-        out = self.version.role.call("sample", folder, version, prompts, sampling, seeds)
+        role, version, folder = self.version.role, self.version.identifier, self.version.folder
+        bounds = [len(seeds) * rank // role.config.ranks for rank in range(role.config.ranks + 1)]
+        slices = [slice(first, end) for first, end in itertools.pairwise(bounds)]
+        parts = PerRank(map(prompts.select, slices)), sampling, PerRank(map(seeds.__getitem__, slices))
+        out = DataProto.concat(role.call_ranks("sample", folder, version, *parts))
         columns = (out.ragged("responses").rows(), out.ragged("rollout_log_probs").rows(), out["finished"].tolist())
         rows = zip(*columns, strict=True)
         return [Result.of_message(codec.write_samples([next(rows) for _ in request.seeds])) for request in requests]

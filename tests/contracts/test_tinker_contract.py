@@ -31,6 +31,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield target
 
 
+OTHERS = {"two_ranks": {"ranks": 2}, "hf": {"rollout": "hf"}}
+"""Servers with other engines and rollouts than the one that twins are made of."""
+
+
+@pytest.fixture(scope="module", params=list(OTHERS))
+def other_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with running_twin(Routes, tmp_path_factory.mktemp(request.param), **OTHERS[request.param]) as target:
+        yield target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [pytest.param(rule, id=rule.name.replace(" ", "_")) for rule in RULES])
+def test_servers_with_other_engines_and_rollouts_keep_rule(rule: Rule[TinkerHarness], other_target: Target) -> None:
+    with TinkerHarness(other_target) as harness:
+        verdict = check_claimed(rule, harness)
+    assert verdict.problem is None
+    assert bool(verdict.not_claimed) == (rule.name in NOT_CLAIMED)
+
+
 @pytest.mark.parametrize("rule", list(cases((rule, rule.name) for rule in RULES)))
 def test_the_server_keeps_rule(rule: Rule[TinkerHarness], target: Target) -> None:
     with TinkerHarness(target) as harness:

@@ -26,6 +26,7 @@ from camshaft.engine import StepHyperparameters
 from camshaft.http import Reply, Request, json_reply
 from camshaft.roles.served import ServedModel, ServedWorker
 from camshaft.rollout import SamplingParams
+from camshaft.seat import Seat
 from camshaft.service import keys
 from camshaft.service.app import App
 from camshaft.wire import messages
@@ -530,7 +531,7 @@ class KeepsGradients(ServedWorker):
 
 
 class CreatesOther(ServedWorker):
-    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> None:
+    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> Seat:
         return super().create(model_id, base, None if lora is None else self.edit(lora), seed)
 
     def edit(self, lora: LoRAConfig) -> LoRAConfig:
@@ -558,11 +559,11 @@ class IgnoresGroups(CreatesOther):
 class SharesEngine(ServedWorker):
     """Train all models with one engine, so that gradients of clients mix."""
 
-    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> None:
+    def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> Seat:
         if not self.models:
             return super().create(model_id, base, lora, seed)
         self.models[model_id] = next(iter(self.models.values()))
-        return None
+        return self.models[model_id].engine.seat
 
 
 class LoadsIntoTheSource(SharesEngine):
@@ -707,11 +708,11 @@ CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
 
 
 @contextlib.contextmanager
-def running_twin(kind: type[App] | type[ServedWorker], folder: Path) -> Iterator[Target]:
-    """Run a server in this process, with routes or a worker of another class."""
+def running_twin(kind: type[App] | type[ServedWorker], folder: Path, **server_options: Any) -> Iterator[Target]:
+    """Run a server with routes or a worker of another class. Its worker is in this process, unless it has ranks."""
     app = kind if issubclass(kind, App) else Routes
-    worker = kind if issubclass(kind, ServedWorker) else ServedWorker
-    options = {"gap_timeout": GAP_SECONDS, **(app.options if issubclass(app, Routes) else {})}
+    worker = kind if issubclass(kind, ServedWorker) else ServedWorker if server_options.get("ranks", 1) == 1 else None
+    options = {"gap_timeout": GAP_SECONDS, **(app.options if issubclass(app, Routes) else {}), **server_options}
     other_key = keys.add_key(folder / "keys.txt", "other")
     with contextlib.ExitStack() as stack:
 

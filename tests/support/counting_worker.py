@@ -17,13 +17,11 @@ class CountingWorker(ServedWorker):
         super().__init__(config)
         self._counts: dict[str, Counter[str]] = {}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def forward_backward(self, model_id: str, rows: Any, loss: str, options: Any, forward_only: bool) -> Any:
         if not forward_only:
             self._counts.setdefault(model_id, Counter())["forward_backward"] += 1
         return super().forward_backward(model_id, rows, loss, options, forward_only)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def optimizer_step(self, model_id: str, hyperparameters: Any) -> Any:
         self._counts.setdefault(model_id, Counter())["optimizer_step"] += 1
         return super().optimizer_step(model_id, hyperparameters)

@@ -25,7 +25,7 @@ from camshaft.contracts.tinker.client import (
     read_samples,
     training_request,
 )
-from camshaft.controller import Options, PoolSpec
+from camshaft.controller import Options, PoolSpec, spawn
 from camshaft.controller.local import start
 from camshaft.http import LocalServer, ServerLimits
 from camshaft.roles.served import ServedWorker
@@ -87,7 +87,7 @@ class InProcessRole(RoleProcess):
     def _start(self) -> None:
         spec = PoolSpec("worker", device=self.config.device, roles=("served",))
         self._pool = start([spec], Options())[0]
-        self._role = self.worker(self.config)
+        self._role = spawn(self.worker, self.config, pool=self._pool)
 
 
 @contextlib.contextmanager

@@ -1,31 +1,70 @@
 """Published weights in files, and the files of others beside them."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.tiny import tiny_folder
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from camshaft import storage
 from camshaft.errors import RolloutError
-from camshaft.roles.served import Versions
+from camshaft.roles.versions import Versions
+from camshaft.rollout import BaseRollout, RolloutEngineConfig, build_rollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 
-def test_weights_beyond_the_limit_are_in_files(tmp_path: Path) -> None:
-    versions = Versions(tmp_path, max_in_memory=2)
-    for number in range(4):
-        versions.add(f"v{number}", {"weight": torch.full((3,), float(number))})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0", "v1"]
-    assert versions.get("v0")["weight"].tolist() == [0.0] * 3
+@pytest.fixture(scope="module")
+def rollout() -> BaseRollout:
+    return build_rollout("torch", RolloutEngineConfig(model_path=str(tiny_folder()), device="cpu", dtype="float32"))
+
+
+def weights(rollout: BaseRollout, value: float) -> Iterator[tuple[str, Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder())
+    return iter([(name, torch.full_like(tensor, value)) for name, tensor in model.named_parameters()])
+
+
+def loaded(versions: Versions, name: str, rollout: BaseRollout) -> float:
+    """Return the value of all weights of a version in the rollout."""
+    versions.load(name, rollout)
+    assert isinstance(rollout, TorchRollout)
+    values = {float(value) for weight in rollout.model.hf.parameters() for value in weight.flatten()[:3]}
+    assert len(values) == 1
+    return values.pop()
+
+
+def test_weights_beyond_the_limit_are_in_files(tmp_path: Path, rollout: BaseRollout) -> None:
+    versions, files = Versions(tmp_path, max_in_memory=2), num_files()
+    for number in range(3):
+        versions.add(f"v{number}", weights(rollout, number))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0"]
+    assert loaded(versions, "v1", rollout) == 1.0  # which is then used more recently than v2
+    versions.add("v3", weights(rollout, 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0", "v2"]
+    assert [loaded(versions, f"v{number}", rollout) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
     versions.remove("v0")
+    versions.remove("v1")
     assert not (tmp_path / "v0" / "model.safetensors").exists()
-    with pytest.raises(RolloutError, match="v0 have been released"):
-        versions.get("v0")
+    for name in ("v0", "v1"):
+        with pytest.raises(RolloutError, match=f"{name} have been released"):
+            versions.load(name, rollout)
+    versions.remove("v3")
+    gc.collect()
+    assert num_files() == files
 
 
-def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: Path) -> None:
+def num_files() -> int:
+    """Return the number of open files of this process, which include the memory of versions."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: Path, rollout: BaseRollout) -> None:
     killed = Versions(tmp_path, max_in_memory=2)
     for name in ("v0", "v1", "v2"):
-        killed.add(name, {"weight": torch.full((1,), float(name[1:]))})
+        killed.add(name, weights(rollout, float(name[1:])))
     killed.write("v1")
     with storage.new_folder(tmp_path / "checkpoint", kind="model") as folder:
         (folder / "model.safetensors").write_bytes(b"mine")
@@ -33,7 +72,7 @@ def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: 
     started = Versions(tmp_path, max_in_memory=1)
     assert [name in started for name in ("v0", "v1", "v2", "checkpoint")] == [True, True, False, False]
     started.retain(["v1", "v3"])
-    assert started.get("v1")["weight"].tolist() == [1.0]
+    assert loaded(started, "v1", rollout) == 1.0
     assert "v0" not in started
     assert not (tmp_path / "v0" / "model.safetensors").exists()
     assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == b"mine"

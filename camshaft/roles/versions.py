@@ -1,0 +1,117 @@
+"""Published weights of `camshaft serve`, in the host memory of each machine and in files.
+
+    versions = Versions(folder, max_in_memory=8)
+    versions.add("v1", engine.named_weights())     # on all ranks
+    versions.load("v1", rollout)                   # on any rank
+
+A version never changes. One rank of each machine writes its weights to memory that the other ranks of the machine map.
+Beyond `max_in_memory`, the least recently used versions are in files of `folder`, which all machines share. The files
+of an earlier process are kept, because the name of a version never has other weights.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from camshaft import storage
+from camshaft.engine import Group, on_every_rank, on_rank_zero
+from camshaft.errors import CheckpointError, RolloutError
+from camshaft.reshard import Snapshot, SnapshotMemory, load_verified, machine_id, receive
+from camshaft.rollout import BaseRollout
+
+VERSION = "version"
+"""Kind of the folders with published weights."""
+
+
+class Versions:
+    """Published weights by name. All ranks have the same ones, and call each method but `load` together."""
+
+    def __init__(self, folder: Path, max_in_memory: int, group: Group = None, writes: bool = True):
+        """`group` connects the ranks. Set `writes` on one rank of each machine."""
+        self.folder, self.max_in_memory, self.group, self.writes = folder, max_in_memory, group, writes
+        self._memories: dict[str, SnapshotMemory] = {}
+        """Memories of the versions in memory that this rank has written."""
+        self._in_memory: OrderedDict[str, Snapshot] = OrderedDict()
+        self._count = 0
+        """Number of versions that have been added to memory."""
+        self._in_files = set(on_rank_zero(group, self._find_files))
+
+    def _find_files(self) -> list[str]:
+        for leftover in self.folder.glob("*"):
+            storage.remove_unfinished(leftover)
+        return [path.name for path in self.folder.glob("*") if _is_version(path)]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory or name in self._in_files
+
+    def add(self, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy weights to memory. All ranks pass the same ones, which they may gather together."""
+        self._release(name)
+        self._count += 1
+        snapshots, machine = on_every_rank(self.group, lambda: self._copy(name, weights)), machine_id()
+        self._in_memory[name] = next(found for found in snapshots if found is not None and found.machine == machine)
+        while len(self._in_memory) > self.max_in_memory:
+            oldest = next(iter(self._in_memory))
+            self.write(oldest)
+            self._release(oldest)
+
+    def _copy(self, name: str, weights: Iterator[tuple[str, Tensor]]) -> Snapshot | None:
+        """Write weights to memory, if this rank writes."""
+        if not self.writes:
+            for _ in weights:
+                pass
+            return None
+        self._memories[name] = SnapshotMemory()
+        return self._memories[name].snapshot(weights, self._count)
+
+    def load(self, name: str, rollout: BaseRollout) -> None:
+        """Load weights into a rollout, and verify them."""
+        if name in self._in_memory:
+            self._in_memory.move_to_end(name)
+            receive(self._in_memory[name], rollout)
+        elif name in self._in_files:
+            load_verified(iter(load_file(self._path(name) / "model.safetensors").items()), rollout, "cpu")
+        else:
+            raise RolloutError(f"the weights {name} have been released")
+
+    def write(self, name: str) -> None:
+        """Write weights to a file, so that they survive the process."""
+        if name in self._in_memory and name not in self._in_files:
+            on_rank_zero(self.group, lambda: self._write(name))
+            self._in_files.add(name)
+
+    def _write(self, name: str) -> None:
+        with storage.new_folder(self._path(name), kind=VERSION) as folder:
+            save_file(dict(self._in_memory[name].weights(torch.device("cpu"))), folder / "model.safetensors")
+
+    def remove(self, name: str) -> None:
+        self._release(name)
+        if name in self._in_files:
+            self._in_files.discard(name)
+            on_rank_zero(self.group, lambda: storage.remove(self._path(name)))
+
+    def retain(self, names: Collection[str]) -> None:
+        """Remove all weights but these."""
+        for name in {*self._in_memory, *self._in_files}.difference(names):
+            self.remove(name)
+
+    def _release(self, name: str) -> None:
+        """Free the memory of weights."""
+        self._in_memory.pop(name, None)
+        memory = self._memories.pop(name, None)
+        if memory is not None:
+            memory.close()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name
+
+
+def _is_version(folder: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return storage.is_complete(folder) and storage.read_manifest(folder)["facts"].get("kind") == VERSION
+    return False
