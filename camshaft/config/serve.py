@@ -72,6 +72,11 @@ class ServeConfig(Section):
     max_megabytes: int = key(64, "Maximum size of the body of a request.", ge=1)
     max_futures: int = key(4096, "Maximum number of pending commands and samples of a session.", ge=1)
     max_models: int = key(2, "Maximum number of models in training. Each has an engine of its own.", ge=1)
+    max_samplers: int = key(
+        2,
+        "Maximum number of base models that are ready to sample. Another one replaces the least recently used one.",
+        ge=1,
+    )
     max_versions: int = key(
         8, "Maximum number of published sets of weights in host memory. Others are kept in `folder`.", ge=1
     )

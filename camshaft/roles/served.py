@@ -15,6 +15,7 @@ models with it. If one rank has an error, all ranks return it: none waits for an
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,8 @@ class ServedWorker(Worker):
         self.versions = Versions(
             Path(config.folder).absolute() / "versions", config.max_versions, self.group, self.rank_info.local_rank == 0
         )
-        self.rollouts: dict[str, BaseRollout] = {}
-        """Rollout of each base model, by its folder."""
+        self.rollouts: OrderedDict[str, BaseRollout] = OrderedDict()
+        """Rollouts of base models, by their folders. The first one has not been used for the longest time."""
         self.held: dict[str, str] = {}
         """Version that the rollout of a base model holds."""
 
@@ -299,14 +300,40 @@ class ServedWorker(Worker):
         """Sample one response for each prompt of this rank; the columns are those of `generation_columns`."""
         rollout = self._rollout(base)
         rollout.check_sampling(sampling)
+        self._load_version(rollout, base, version)
+        return DataProto.from_dict(generation_columns(rollout.generate_sequences(prompts, sampling, seeds)))
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @_refusing
+    def score(
+        self,
+        base: str,
+        version: str,
+        prompts: Ragged,
+        top_k: int,
+        candidates: Ragged | None,
+        sampling: SamplingParams | None,
+    ) -> DataProto:
+        """Return the log-probs of given tokens of this rank; the columns are fields of `PromptScores`."""
+        rollout = self._rollout(base)
+        self._load_version(rollout, base, version)
+        scores = rollout.score(prompts, top_k, candidates, sampling).to("cpu")
+        return DataProto.from_dict({name: column for name, column in vars(scores).items() if column is not None})
+
+    def _load_version(self, rollout: BaseRollout, base: str, version: str) -> None:
+        """Load published weights into the rollout of a base model, unless it holds them."""
         if self.held.get(base) != version:
             self.held.pop(base, None)
             self.versions.load(version, rollout)
             self.held[base] = version
-        return DataProto.from_dict(generation_columns(rollout.generate_sequences(prompts, sampling, seeds)))
 
     def _rollout(self, base: str) -> BaseRollout:
+        """Return the rollout of a base model, which is built when it is needed."""
         if base not in self.rollouts:
+            while len(self.rollouts) >= self.config.max_samplers:
+                unused, rollout = self.rollouts.popitem(last=False)
+                self.held.pop(unused, None)
+                rollout.sleep()
             config = RolloutEngineConfig(
                 model_path=base,
                 device=self.device,
@@ -315,6 +342,7 @@ class ServedWorker(Worker):
                 seed=self.config.seed,
             )
             self.rollouts[base] = build_rollout(self.config.rollout, config)
+        self.rollouts.move_to_end(base)
         return self.rollouts[base]
 
     def _add_version(self, version: str, engine: BaseEngine, base: str) -> None:

@@ -26,9 +26,6 @@ from camshaft.errors import RolloutError
 from camshaft.rollout.sampling import Penalties, restart_seeds, restrict, row_seeds
 from camshaft.rollout.scoring import PromptScores
 
-NO_PENALTIES = (1.0, 0.0, 0.0)
-"""Penalties that have no effect, in the order of `SamplingParams.penalty_strengths`."""
-
 
 class UnsupportedSampling(RolloutError):
     """A rollout does not support a sampling option."""
@@ -95,11 +92,6 @@ class SamplingParams:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
-    @property
-    def penalty_strengths(self) -> tuple[float, float, float]:
-        """Return the repetition, presence and frequency penalties."""
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-
     def restrict(self, logits: Tensor) -> Tensor:
         """Return the scores (B, V) whose softmax is the distribution of log-probs, without penalties."""
         if self.greedy:
@@ -108,8 +100,8 @@ class SamplingParams:
 
     def penalties(self, rows: OpenRows, device: torch.device) -> Penalties | None:
         """Return the penalties on tokens for these rows; None if no penalty is set."""
-        strengths = self.penalty_strengths
-        if strengths == NO_PENALTIES:
+        strengths = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if strengths == (1.0, 0.0, 0.0):
             return None
         max_tokens = int(rows.generated.lengths.max() + rows.limits.max())
         penalties = Penalties(rows.prompts.to(device), max_tokens, *strengths)
@@ -362,17 +354,14 @@ class BaseRollout(ABC):
         return (self.config.max_model_len - prompts.lengths).clamp(max=sampling.max_tokens)
 
     def _check_prompts(self, prompts: Ragged, max_length: int, num_embeddings: int) -> None:
-        empty_rows = (prompts.lengths == 0).nonzero()[:, 0].tolist()
-        if empty_rows:
-            raise RolloutError(f"row {empty_rows[0]} has an empty prompt; give each prompt at least one token")
-        overlong_rows = (prompts.lengths > max_length).nonzero()[:, 0].tolist()
-        if overlong_rows:
-            row = overlong_rows[0]
-            raise RolloutError(
-                f"row {row} has a prompt of {int(prompts.lengths[row])} tokens, but max_model_len="
-                f"{self.config.max_model_len} allows prompts of at most {max_length} tokens; increase "
-                "max_model_len, or drop or shorten long prompts"
-            )
+        for row, length in enumerate(prompts.lengths.tolist()):
+            if not length:
+                raise RolloutError(f"row {row} has an empty prompt; give each prompt at least one token")
+            if length > max_length:
+                raise RolloutError(
+                    f"row {row} has a prompt of {length} tokens, but max_model_len={self.config.max_model_len} allows "
+                    f"prompts of at most {max_length} tokens; increase max_model_len, or drop or shorten long prompts"
+                )
         _check_token_ids(prompts, num_embeddings, "encode the prompt with the tokenizer of this model")
 
     def check_scoring(
@@ -395,7 +384,7 @@ class BaseRollout(ABC):
                 )
             named = candidates.map(lambda ids: ids.clamp(min=0).amax(-1))
             _check_token_ids(named, num_embeddings, "give token ids of this model, or -1")
-        if sampling is not None and sampling.penalty_strengths != NO_PENALTIES:
+        if sampling is not None and replace(sampling, min_p=0.0).optional():
             raise UnsupportedSampling(
                 f"score does not support penalties, which depend on earlier tokens of a response, got {sampling}; "
                 "leave them out"

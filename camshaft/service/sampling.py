@@ -18,6 +18,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,11 +32,9 @@ from camshaft.service.commands import MAX_ROWS, Job, Repetitions
 from camshaft.service.errors import CommandError
 from camshaft.service.futures import Future, Result
 from camshaft.service.process import PerRank, RoleProcess
+from camshaft.service.scoring import Wanted, Widths, read_wanted
 from camshaft.wire.schemas import Sample, SampleSettings
 
-UNSUPPORTED = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_logprobs_last_n",
-               "topk_sample_logprobs", "prompt_alt_tokens_k")  # fmt: skip
-"""Fields of a request for samples that ask for more than samples."""
 MAX_SEED = 2**62
 
 
@@ -153,10 +152,11 @@ class Versions:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One prompt, and the seeds of its samples."""
+    """One prompt, the seeds of its samples, and the log-probs that are requested beside them."""
 
     tokens: list[int]
     seeds: list[int]
+    wanted: Wanted
 
 
 class Sampler:
@@ -175,16 +175,11 @@ class Sampler:
         except CommandError as error:
             message = str(error)
             return Job(future, lambda _: [Result.of_error("user", message)])
-        key = (self.version.identifier, sampling)
-        return Job(future, lambda jobs: self._execute(jobs, sampling), argument, key, len(argument.seeds))
+        widths = argument.wanted.widths
+        key = (self.version.identifier, sampling, widths)
+        return Job(future, lambda jobs: self._execute(jobs, sampling, widths), argument, key, len(argument.seeds))
 
     def _read(self, request: Sample) -> tuple[SampleRequest, SamplingParams]:
-        for name in UNSUPPORTED:
-            if getattr(request, name):
-                raise CommandError(
-                    f"{name} is not supported by this server; forward with loss_fn=cross_entropy returns the log-probs "
-                    "of given tokens"
-                )
         chunks = request.prompt.chunks
         if kinds := [chunk.type for chunk in chunks if chunk.type != "encoded_text"]:
             raise CommandError(f"prompt: a chunk has the type {kinds[0]}, and this server samples from text only")
@@ -205,7 +200,8 @@ class Sampler:
         seed = self._seed(request.seq_id) if settings.seed is None else settings.seed
         if not 0 <= seed < MAX_SEED:
             raise CommandError(f"sampling_params.seed={seed} is not from 0 to {MAX_SEED - 1}")
-        return SampleRequest(tokens, [seed + row for row in range(request.num_samples)]), self._options(settings)
+        seeds, wanted = [seed + row for row in range(request.num_samples)], read_wanted(request, tokens, self.limits)
+        return SampleRequest(tokens, seeds, wanted), self._options(settings)
 
     def _seed(self, number: int) -> int:
         digest = hashlib.sha256(f"{self.server_seed}/{number}".encode()).digest()
@@ -228,17 +224,50 @@ class Sampler:
         except RolloutError as error:
             raise CommandError(f"sampling_params: {error}") from error
 
-    def _execute(self, jobs: Sequence[Job], sampling: SamplingParams) -> list[Result]:
+    def _execute(self, jobs: Sequence[Job], sampling: SamplingParams, widths: Widths) -> list[Result]:
         """Sample all rows of a batch, and return the answer to each request."""
         self.version.prepare()
         requests: list[SampleRequest] = [job.argument for job in jobs]
+        scores = self._score_prompts(requests, widths) if widths.scores_prompts else None
         prompts = Ragged.from_rows([torch.tensor(r.tokens) for r in requests for _ in r.seeds])
         seeds = torch.tensor([seed for request in requests for seed in request.seeds])
-        role, version, folder = self.version.role, self.version.identifier, self.version.folder
-        bounds = [len(seeds) * rank // role.config.ranks for rank in range(role.config.ranks + 1)]
-        slices = [slice(first, end) for first, end in itertools.pairwise(bounds)]
+        slices = self._slices(len(seeds))
         parts = PerRank(map(prompts.select, slices)), sampling, PerRank(map(seeds.__getitem__, slices))
-        out = DataProto.concat(role.call_ranks("sample", folder, version, *parts))
+        out = self._call_ranks("sample", *parts)
         columns = (out.ragged("responses").rows(), out.ragged("rollout_log_probs").rows(), out["finished"].tolist())
         rows = zip(*columns, strict=True)
-        return [Result.of_message(codec.write_samples([next(rows) for _ in request.seeds])) for request in requests]
+        answers = [codec.write_samples([next(rows) for _ in request.seeds]) for request in requests]
+        if scores is not None:
+            for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+                request.wanted.add_prompt(answer, scores.reorder([number]))
+        if widths.sample_top_k:
+            texts = Ragged.join(prompts, out.ragged("responses"))
+            tops, start = self._score(texts, widths.sample_top_k, None, sampling), 0
+            for request, answer in zip(requests, answers, strict=True):
+                stop = start + len(request.seeds)
+                request.wanted.add_samples(answer, tops.reorder(slice(start, stop)))
+                start = stop
+        return [Result.of_message(answer) for answer in answers]
+
+    def _score_prompts(self, requests: Sequence[SampleRequest], widths: Widths) -> DataProto:
+        """Return the log-probs of each prompt, which all of its samples share."""
+        prompts = Ragged.from_rows([torch.tensor(request.tokens) for request in requests])
+        tables = [request.wanted.candidates for request in requests]
+        candidates = Ragged.from_rows([t.of_prompt() for t in tables if t is not None]) if widths.candidates else None
+        return self._score(prompts, widths.top_k, candidates, None)
+
+    def _score(self, rows: Ragged, top_k: int, candidates: Ragged | None, sampling: SamplingParams | None) -> DataProto:
+        slices = self._slices(len(rows))
+        columns = None if candidates is None else PerRank(map(candidates.select, slices))
+        return self._call_ranks("score", PerRank(map(rows.select, slices)), top_k, columns, sampling)
+
+    def _slices(self, num_rows: int) -> list[slice]:
+        """Return the rows of each rank."""
+        ranks = self.version.role.config.ranks
+        bounds = [num_rows * rank // ranks for rank in range(ranks + 1)]
+        return [slice(first, end) for first, end in itertools.pairwise(bounds)]
+
+    def _call_ranks(self, method: str, *arguments: Any) -> DataProto:
+        """Call a method of the role that uses the weights of this sampler, and return the rows of all ranks."""
+        version = self.version
+        return DataProto.concat(version.role.call_ranks(method, version.folder, version.identifier, *arguments))

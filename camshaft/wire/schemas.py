@@ -148,6 +148,17 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
+class TokenTable:
+    """Token ids of shape (rows, columns), all of them or, with the indices of CSR, those of some cells."""
+
+    data: list[int]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     prompt: Prompt
     sampling_params: SampleSettings
@@ -159,7 +170,7 @@ class Sample:
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int | None = None
     topk_sample_logprobs: int | None = None
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TokenTable | None = None
     prompt_alt_tokens_k: int | None = None
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None

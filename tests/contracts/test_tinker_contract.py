@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_tinker import CAUGHT_BY, IsStrict, Routes, ScoresPrompts, running_twin
+from support.broken_tinker import CAUGHT_BY, IsStrict, RefusesScores, Routes, running_twin
 
 from camshaft.cli import main
 from camshaft.contracts.rules import NotClaimed, Rule, check_claimed
@@ -16,8 +16,6 @@ from camshaft.contracts.tinker.suite import RULES
 BY_NAME = {rule.name: rule for rule in RULES}
 FAST = ("ppo", "gradients add up", "repeated commands run once", "failed chunks fail the step", "seeds decide samples")
 """Rules and twins of `make test`."""
-NOT_CLAIMED = {"prompts have log probs", "prompts have the most likely tokens"}
-"""Rules about what the server refuses."""
 
 
 def cases(names: Any) -> Iterator[Any]:
@@ -46,18 +44,13 @@ def other_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 def test_servers_with_other_engines_and_rollouts_keep_rule(rule: Rule[TinkerHarness], other_target: Target) -> None:
     with TinkerHarness(other_target) as harness:
         verdict = check_claimed(rule, harness)
-    assert verdict.problem is None
-    assert bool(verdict.not_claimed) == (rule.name in NOT_CLAIMED)
+    assert (verdict.problem, verdict.not_claimed) == (None, None)
 
 
 @pytest.mark.parametrize("rule", list(cases((rule, rule.name) for rule in RULES)))
 def test_the_server_keeps_rule(rule: Rule[TinkerHarness], target: Target) -> None:
     with TinkerHarness(target) as harness:
-        if rule.name in NOT_CLAIMED:
-            with pytest.raises(NotClaimed):
-                rule.check(harness)
-        else:
-            rule.check(harness)
+        rule.check(harness)
 
 
 @pytest.mark.parametrize("broken", list(cases(CAUGHT_BY.items())))
@@ -68,21 +61,19 @@ def test_contract_names_the_rule_that_a_broken_server_breaks(broken: Any, tmp_pa
     assert not verdict.problem.startswith("AssertionError")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["prompts have log probs", "prompts have the most likely tokens"])
-def test_a_server_that_scores_prompts_keeps_rule(name: str, tmp_path: Path) -> None:
-    with running_twin(ScoresPrompts, tmp_path) as target, TinkerHarness(target) as harness:
-        BY_NAME[name].check(harness)
+def test_a_server_that_refuses_a_feature_does_not_claim_its_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_twin(RefusesScores, tmp_path) as target:
+        with TinkerHarness(target) as harness, pytest.raises(NotClaimed, match="prompt_logprobs is not supported"):
+            BY_NAME["prompts have log probs"].check(harness)
+        arguments = [f"key={target.key}", f"model={target.folder}", "--rule", "prompts have log"]
+        assert main(["check-tinker", target.url, *arguments]) == 0
+    assert "1 of 2 rules hold, 1 are not claimed" in capsys.readouterr().out
 
 
 def test_every_rule_has_a_broken_server() -> None:
     assert set(CAUGHT_BY.values()) == set(BY_NAME)
-
-
-def test_the_page_names_the_rules_that_the_server_does_not_keep() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "tinker-servers.md").read_text(encoding="utf-8")
-    table = page.partition("| rule | state |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert {line.split("|")[1].strip() for line in table.splitlines()} == NOT_CLAIMED
 
 
 def test_the_command_prints_states_and_returns_1_for_a_broken_rule(
@@ -96,8 +87,6 @@ def test_the_command_prints_states_and_returns_1_for_a_broken_rule(
         assert main(["check-tinker", strict.url, f"key={strict.key}", *arguments[1:]]) == 1
     states = {rule["rule"]: rule["state"] for rule in json.loads(capsys.readouterr().out)["rules"]}
     assert states == {"unknown fields are ignored": "broken", "missing fields are named": "holds"}
-    assert main(["check-tinker", target.url, *arguments[:2], "--rule", "prompts have log"]) == 0
-    assert "0 of 1 rules hold, 1 are not claimed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ import torch
 
 from camshaft.config.engine import LoRAConfig
 from camshaft.contracts.tinker.harness import Target
-from camshaft.contracts.tinker.oracle import Oracle
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import StepHyperparameters
 from camshaft.http import Reply, Request, json_reply
@@ -318,50 +317,13 @@ class ForgetsSamplers(ForgetsCommands):
     """Keep saved weights, and no sampler."""
 
 
-class ScoresPrompts(Routes):
-    """Return log-probs of prompts, which the service does not. Those of transformers are exact."""
-
-    shift = 0
-    fields = ("prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n")
-
-    def edit(self, route: str, content: dict[str, Any]) -> None:
-        if route == "asample":
-            wanted = {name: content.pop(name, None) for name in self.fields}
-            self.seen["wanted"] = content["prompt"]["chunks"][0]["tokens"], wanted
+class RefusesScores(Routes):
+    """Refuse log-probs of prompts, as a server may."""
 
     def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
-        if route == "asample" and "wanted" in self.seen and reply.status == 200:
-            self.seen[content_of(reply)["request_id"]] = self.seen.pop("wanted")
-        if route != "retrieve_future" or reply.kind == "application/json":
-            return reply
-        tokens, wanted = self.seen[json.loads(request.body)["request_id"]]
-        assert isinstance(reply.body, bytes)
-        response = messages.SampleResponse.FromString(reply.body)
-        model = Oracle.load(str(tiny_folder(tie_embeddings=False))).model
-        with torch.no_grad():
-            scores = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-        scores = torch.cat([torch.full_like(scores[:1], torch.nan), scores[:-1]]).roll(self.shift, 0)
-        if wanted["prompt_logprobs"]:
-            values = scores[torch.arange(len(tokens)), tokens]
-            values[: -(wanted["prompt_logprobs_last_n"] or len(tokens))] = torch.nan
-            response.prompt_logprobs = values.numpy().astype("<f4").tobytes()
-        if k := wanted["topk_prompt_logprobs"]:
-            best = scores.nan_to_num(-99999).topk(k)
-            table = response.topk_prompt_logprobs
-            table.k, table.length = k, len(tokens)
-            table.token_ids = best.indices.numpy().astype("<i4").tobytes()
-            table.logprobs = best.values.numpy().astype("<f4").tobytes()
-        return Reply(reply.status, response.SerializeToString(), reply.kind)
-
-
-class ScoresTheNextToken(ScoresPrompts):
-    """Shift the log-probs of a prompt by one position."""
-
-    shift = 1
-
-
-class RanksTheNextToken(ScoresTheNextToken):
-    """Shift the top-k log-probs of a prompt by one position."""
+        if route == "asample" and json.loads(request.body).get("prompt_logprobs"):
+            return json_reply({"detail": "prompt_logprobs is not supported"}, 422)
+        return reply
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -642,6 +604,68 @@ class ForgetsTemperature(SamplesOther):
         return out.with_columns(rollout_log_probs=log_probs)
 
 
+class ScoresOther(ServedWorker):
+    """Return other log-probs of given tokens."""
+
+    def score(
+        self,
+        base: str,
+        version: str,
+        prompts: Ragged,
+        top_k: int,
+        candidates: Ragged | None,
+        sampling: SamplingParams | None,
+    ) -> Any:
+        scores = super().score(base, self.choose(base, version), prompts, top_k, candidates, sampling)
+        return scores.with_columns(**{name: self.edit(name, scores.ragged(name)) for name in scores.columns})
+
+    def choose(self, base: str, version: str) -> str:
+        return version
+
+    def edit(self, name: str, column: Ragged) -> Ragged:
+        return column
+
+
+def shifted(column: Ragged) -> Ragged:
+    return Ragged.from_rows([row.roll(-1, 0) for row in column.rows()])
+
+
+class ScoresTheNextToken(ScoresOther):
+    """Shift the log-probs of a prompt by one position."""
+
+    def edit(self, name: str, column: Ragged) -> Ragged:
+        return shifted(column) if name == "log_probs" else column
+
+
+class RanksTheNextToken(ScoresOther):
+    """Shift the most likely tokens of a prompt by one position."""
+
+    def edit(self, name: str, column: Ragged) -> Ragged:
+        return shifted(column) if name in ("top_tokens", "top_log_probs") else column
+
+
+class ScoresCandidatesTooEarly(ScoresOther):
+    """Take row i of the candidates for position i of the prompt."""
+
+    def edit(self, name: str, column: Ragged) -> Ragged:
+        return shifted(column) if name == "candidate_log_probs" else column
+
+
+class RanksThePrompt(ScoresOther):
+    """Return the most likely tokens of the beginning of the prompt for the samples."""
+
+    def edit(self, name: str, column: Ragged) -> Ragged:
+        return Ragged.from_rows([row.roll(5, 0) for row in column.rows()]) if name.startswith("top") else column
+
+
+class ScoresTheBase(ScoresOther):
+    """Score with the weights of the base model, as without the adapter."""
+
+    def choose(self, base: str, version: str) -> str:
+        self.publish_base(base, "base")
+        return "base"
+
+
 CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
     HasNoConfig: "handshake",
     CreatesOnce: "requests tolerate lost answers",
@@ -691,6 +715,9 @@ CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
     SamplesBaseWithAdapter: "base models are not trained",
     ScoresTheNextToken: "prompts have log probs",
     RanksTheNextToken: "prompts have the most likely tokens",
+    ScoresCandidatesTooEarly: "candidates of prompts have log probs",
+    RanksThePrompt: "samples have the most likely tokens",
+    ScoresTheBase: "log probs of prompts and samples agree",
     IgnoresSigns: "invalid prompts are errors",
     LosesMoments: "states are restored",
     OverwritesInPlace: "saved weights do not change",

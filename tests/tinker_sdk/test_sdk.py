@@ -141,3 +141,81 @@ def test_states_custom_losses_and_errors_work_with_the_sdk(server: Server) -> No
     assert "its formula is not public; set loss_fn=importance_sampling" in output
     assert "the base model Qwen/Qwen3-8B is not served; this server has models/tiny" in output
     assert output.rstrip().endswith("done")
+
+
+SCORES = """
+import asyncio
+import tinker, torch
+from tinker import types
+
+service = tinker.ServiceClient()
+trainer = service.create_lora_training_client(base_model="models/tiny", rank=4, seed=3).result()
+tokens = [5, 6, 7, 8, 9, 10]
+datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]),
+                    loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 5})
+passes = trainer.forward_backward([datum], loss_fn="cross_entropy")
+update = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+passes.result(), update.result()
+sampler = trainer.save_weights_and_get_sampling_client()
+prompt = types.ModelInput.from_ints(tokens)
+expected = trainer.forward([datum], loss_fn="cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+
+def close(actual, other):
+    assert len(actual) == len(other) and max(abs(a - b) for a, b in zip(actual, other)) < 1e-5, (actual, other)
+
+scores = sampler.compute_logprobs(prompt).result()
+assert scores[0] is None
+close(scores[1:], expected)
+last = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=2).result()
+assert last[:4] == [None] * 4
+close(last[4:], expected[3:])
+
+ids = torch.full((5, 2), -1)
+ids[:, 0] = torch.tensor(tokens[1:])
+ids[4, 1] = 30
+response = sampler.sample(
+    prompt, 2, types.SamplingParams(max_tokens=4, stop=[], seed=1), include_prompt_logprobs=True,
+    topk_prompt_logprobs=3, topk_sample_logprobs=2, target_prompt_logprobs=types.TensorData.from_torch(ids),
+).result()
+close(response.prompt_logprobs[1:], expected)
+assert response.topk_prompt_logprobs[0] is None
+assert [len(row) for row in response.topk_prompt_logprobs[1:]] == [3] * 5
+targets = response.target_prompt_logprobs.to_torch()
+close(targets[:, 0].tolist(), expected)
+assert targets[:4, 1].tolist() == [0.0] * 4 and targets[4, 1] < 0
+sparse = torch.full((5, 40), -1)
+sparse[4, 3] = tokens[5]
+response = sampler.sample(
+    prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True,
+    target_prompt_logprobs=types.TensorData.from_torch_sparse(sparse, pad_value=-1),
+).result()
+table = response.target_prompt_logprobs
+assert table.sparse_crow_indices == [0, 0, 0, 0, 0, 1], table
+close([table.to_torch()[4, 3].item()], expected[4:])
+
+settings = types.SamplingParams(max_tokens=4, stop=[], seed=1)
+response = sampler.sample(prompt, 2, settings, topk_sample_logprobs=2).result()
+for sequence in response.sequences:
+    assert [len(row) for row in sequence.topk_logprobs] == [2] * 4
+    whole = sampler.compute_logprobs(types.ModelInput.from_ints(tokens + sequence.tokens)).result()
+    close(whole[6:], sequence.logprobs)
+
+async def score_many():
+    rows = [types.ModelInput.from_ints(tokens[: 2 + row % 5]) for row in range(64)]
+    return await asyncio.gather(*[sampler.compute_logprobs(row).coroutine() for row in rows])
+
+for row, values in enumerate(asyncio.run(score_many())):
+    close(values[1:], expected[: 1 + row % 5])
+
+try:
+    sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result()
+except Exception as error:
+    print(type(error).__name__, error)
+print("done")
+"""
+
+
+def test_log_probs_of_prompts_reach_the_sdk(server: Server) -> None:
+    output = server.run(SCORES)
+    assert "prompt_alt_tokens_k=2 is not supported by this server" in output
+    assert output.rstrip().endswith("done")

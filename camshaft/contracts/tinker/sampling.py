@@ -1,17 +1,14 @@
-"""Rules about samples, stops, versions of weights, and log-probs of prompts. `suite.py` lists them."""
+"""Rules about samples, stops and versions of weights. `suite.py` lists them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import numpy as np
-
 from camshaft.contracts.rules import expect
 from camshaft.contracts.tinker.client import Client, Sample, datum, read_samples
-from camshaft.contracts.tinker.harness import TinkerHarness, claimed, expect_failure, largest_difference, messages
+from camshaft.contracts.tinker.harness import TinkerHarness, expect_failure, largest_difference, messages
 from camshaft.models.loader import load_tokenizer
-from camshaft.wire import messages as wire
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -163,49 +160,6 @@ def base_models_are_not_trained(harness: TinkerHarness) -> None:
     harness.expect_close(_log_probs(samples), expected, "log-probs of samples of the base model")
 
 
-def prompts_have_log_probs(harness: TinkerHarness) -> None:
-    """prompt_logprobs returns the log-prob of each token of the prompt, and none for the first one."""
-    response, prompt = _score(harness, prompt_logprobs=True)
-    actual = np.frombuffer(response.prompt_logprobs, "<f4")
-    expect(len(actual) == len(prompt), f"a prompt of {len(prompt)} tokens has {len(actual)} log-probs")
-    expect(bool(np.isnan(actual[0])), f"the first token of the prompt has the log-prob {actual[0]}, expected none")
-    expected = harness.target.oracle.sampled_log_probs(prompt[:1], prompt[1:], 1.0, -1, 1.0)
-    harness.expect_close([actual[1:].tolist()], [expected], "log-probs of the prompt")
-    response, _ = _score(harness, prompt_logprobs=True, prompt_logprobs_last_n=3)
-    last = np.frombuffer(response.prompt_logprobs, "<f4")
-    harness.expect_close([last[-3:].tolist()], [expected[-3:]], "log-probs of the last 3 tokens of the prompt")
-    expect(bool(np.isnan(last[:-3]).all()), "prompt_logprobs_last_n=3 returns earlier log-probs, too")
-
-
-def prompts_have_the_most_likely_tokens(harness: TinkerHarness) -> None:
-    """topk_prompt_logprobs returns the k most likely tokens at each position of the prompt but the first, with their
-    log-probs."""
-    response, prompt = _score(harness, topk_prompt_logprobs=3)
-    table = response.topk_prompt_logprobs
-    expect((table.k, table.length) == (3, len(prompt)), f"the table has k={table.k} and length={table.length}")
-    tokens = np.frombuffer(table.token_ids, "<i4").reshape(-1, 3)
-    values = np.frombuffer(table.logprobs, "<f4").reshape(-1, 3)
-    for position in range(1, len(prompt)):
-        expected = [
-            harness.target.oracle.sampled_log_probs(prompt[:position], [token], 1.0, -1, 1.0)[0]
-            for token in tokens[position].tolist()
-        ]
-        harness.expect_close([values[position].tolist()], [expected], f"top-k log-probs at position {position}")
-        best = harness.target.oracle.best_log_prob(prompt[:position])
-        harness.expect_close([[max(expected)]], [[best]], f"the largest log-prob at position {position}")
-
-
-def _score(harness: TinkerHarness, **fields: Any) -> tuple[Any, list[int]]:
-    """Return the response to a request for log-probs of a prompt, and the prompt."""
-    client, sampler = _base(harness)
-    prompt = harness.rows(8)[0].tokens
-    body = {"sampling_session_id": sampler, "seq_id": 1, "num_samples": 1, "sampling_params": {"max_tokens": 1}}
-    body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": prompt}]}
-    with claimed(next(iter(fields))):
-        content = client.wait(client.post("asample", **body, **fields))
-    return wire.SampleResponse.FromString(content), prompt
-
-
 def invalid_prompts_are_errors(harness: TinkerHarness) -> None:
     """A prompt without tokens or with unknown ones, and options out of their range, are errors with a sentence."""
     client, sampler = _base(harness)
@@ -234,7 +188,5 @@ CHECKS = (
     samplers_keep_their_version,
     samples_are_of_the_trained_model,
     base_models_are_not_trained,
-    prompts_have_log_probs,
-    prompts_have_the_most_likely_tokens,
     invalid_prompts_are_errors,
 )

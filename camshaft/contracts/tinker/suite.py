@@ -11,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from camshaft.contracts.rules import Rule, Verdict, check_claimed, make_rules
-from camshaft.contracts.tinker import handshake, losses, order, sampling, states, updates
+from camshaft.contracts.tinker import handshake, losses, order, sampling, scoring, states, updates
 from camshaft.contracts.tinker.harness import Target, TinkerHarness
 
 RULES: tuple[Rule[TinkerHarness], ...] = make_rules(
-    *handshake.CHECKS, *losses.CHECKS, *updates.CHECKS, *order.CHECKS, *sampling.CHECKS, *states.CHECKS
+    *handshake.CHECKS,
+    *losses.CHECKS,
+    *updates.CHECKS,
+    *order.CHECKS,
+    *sampling.CHECKS,
+    *scoring.CHECKS,
+    *states.CHECKS,
 )
 
 
