@@ -62,6 +62,7 @@ def serve(config: ServeConfig) -> int:
     from camshaft import storage
     from camshaft.fetch import fetch_models
     from camshaft.http import LocalServer, ServerLimits
+    from camshaft.service import history
     from camshaft.service.app import MAX_POLLS, App
     from camshaft.service.keys import Keys
     from camshaft.service.process import RoleProcess
@@ -76,6 +77,7 @@ def serve(config: ServeConfig) -> int:
         raise ConfigError(f"another server uses folder={config.folder}; stop it, or set another folder")
     keys = Keys.load(folder, None if config.keys is None else Path(config.keys))
     logging.basicConfig(filename=folder / "log.txt", level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger(history.__name__).addHandler(logging.StreamHandler())  # what each model waits for
     limits = ServerLimits(2 * MAX_POLLS, config.max_megabytes * MEGABYTE, REQUEST_SECONDS)
     with lock, RoleProcess(config) as role:
         service = Service(config, role)

@@ -222,6 +222,10 @@ class Run:
         command = self._files.info().get("command")
         if command is None:
             raise ConfigError(f"{self.folder} has no {INFO} with the config of the run; start it again to resume it")
+        if command == "serve":
+            raise ConfigError(
+                f"{self.folder} is a model of a server; start camshaft serve again, or load saved weights in the script"
+            )
         return command
 
     def _recorded_launch(self, changed: Launch) -> Launch:

@@ -128,8 +128,12 @@ class Checkpoints:
 
     def states_of(self, model_id: str) -> Path:
         """Return the folder for the states of a model that the server saves to restore it."""
+        return self.folder_of(model_id) / "states"
+
+    def folder_of(self, model_id: str) -> Path:
+        """Return the folder of a model."""
         session, _, number = model_id.partition(":train:")
-        return self.root / session / number / "states"
+        return self.root / session / number
 
     def find(self, path: SavedPath) -> Saved | None:
         """Return what is saved under a path; None if there is nothing."""

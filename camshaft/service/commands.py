@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from camshaft.errors import WorkerError
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.store import Entry, Store, abandon_entry, add_entry, session_of, set_result
+from camshaft.service.times import SessionTimes
 
 GATHER_SECONDS = 0.005
 """Time that a batch waits for further requests after the last one."""
@@ -72,6 +73,7 @@ class JobQueue:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.times = SessionTimes()
         self._jobs: dict[str, deque[Job]] = {}
         """Jobs by session. The first session has the next turn."""
         self._changed = threading.Condition()
@@ -93,6 +95,7 @@ class JobQueue:
         with self._changed:
             if not self._is_closed:
                 self._jobs.setdefault(job.future.session, deque()).append(job)
+                self.times.added(job.future.session)
                 self._changed.notify_all()
 
     def __len__(self) -> int:
@@ -100,9 +103,17 @@ class JobQueue:
 
     def _execute_all(self) -> None:
         while jobs := self._take():
-            results = _execute(jobs)
+            num_rows, shares = sum(job.num_rows for job in jobs), Counter[str]()
+            for job in jobs:
+                shares[job.future.session] += job.num_rows
+            with self.times.working(
+                {session: rows / num_rows for session, rows in shares.items()},
+                "train" if jobs[0].batch is None else "sample",
+            ):
+                results = _execute(jobs)
             for job, result in zip(jobs, results, strict=True):
                 self._deliver(job, result)
+                self.times.finished(job.future.session)
 
     def _deliver(self, job: Job, result: Result) -> None:
         """Resolve the future of a job when its result is in the log."""

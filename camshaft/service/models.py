@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from camshaft.service.checkpoints import Checkpoints, Record, SavedPath, lora_of
 from camshaft.service.commands import Command, CommandLog, Job, JobQueue, failure_of
 from camshaft.service.errors import CommandError
 from camshaft.service.futures import Future, Futures, Result, Statement
+from camshaft.service.history import History
 from camshaft.service.process import PerRank, RoleProcess
 from camshaft.service.sampling import Version, Versions
 from camshaft.service.shares import Shares
@@ -71,6 +72,11 @@ class ModelFacts:
     @property
     def record(self) -> Record:
         return self.creation.record
+
+    def describe(self, parts: "Parts") -> dict[str, Any]:
+        """Return the config of the model and of the server, for the run folder."""
+        server = parts.role.config.model_dump(mode="json", exclude={"model", "new_key", "keys"})
+        return {"model": {**asdict(self.record), "path": self.creation.path}, **server}
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,9 @@ class Model:
         """Number of the last executed command."""
         self._num_steps = 0
         """Number of optimizer steps since the last saved state."""
+        self.history = History(
+            parts.checkpoints.folder_of(facts.identifier), facts.identifier, parts.queue.times, facts.describe(parts)
+        )
         self._has_unsaved_steps = False
 
     @property
@@ -137,6 +146,7 @@ class Model:
                 writes = self._save_state(0)
                 answer |= {"type": "load_weights", "path": creation.path}
             self._generation, self._ended = self.role.generation, None
+            self.history.open()
             return replace(Result.of_json(answer), writes=writes)
 
         def execute(_: Any) -> list[Result]:
@@ -184,6 +194,7 @@ class Model:
         generation = self.role.generation
         self._failure, self._num_steps = None, 0
         self._executed = 0 if state is None else state.number
+        self.history.open()
         self._has_unsaved_steps = state is not None and state.is_unsaved
         for entry in store.executed(self.identifier, self._executed):
             self._replay(entry)
@@ -300,7 +311,10 @@ class Model:
             except Exception as error:
                 fail(f"{error}".partition("\n")[0])
                 raise
-            return Result.of_message(codec.write_output(*shares.merge(outputs)))
+            log_probs, value = shares.merge(outputs)
+            if not request.forward_only:
+                self.history.add(value, len(log_probs.lengths), len(log_probs.values) - len(log_probs.lengths))
+            return Result.of_message(codec.write_output(log_probs, value))
 
         def fail(reason: str) -> Result:
             if not request.forward_only:
@@ -330,6 +344,7 @@ class Model:
             report: StepReport = self._call("optimizer_step", hyperparameters)
             self._num_steps += 1
             self._has_unsaved_steps = True
+            self.history.write(number, hyperparameters.lr, report.grad_norm)
             return Result.of_json({"type": "optim_step", "metrics": {"grad_norm": report.grad_norm}})
 
         def run() -> Result:
@@ -344,6 +359,7 @@ class Model:
 
         def clear(reason: str) -> str:
             self._call("clear_gradients")
+            self.history.clear()
             self._failure = None
             return (
                 "optim_step changed no weight and cleared the gradients, because a command of its batch failed: "
@@ -422,6 +438,7 @@ class Model:
             with contextlib.suppress(WorkerError):
                 self._call("release")
             self.holds_engine = False
+            self.history.close("finished")
             self._ended = f"the model {self.identifier} has been released: {reason}"
             return Result.of_json({})
 
@@ -439,6 +456,7 @@ class Model:
                 with contextlib.suppress(CommandError):  # there are gradients, which are computed again
                     writes = self._save_state(self._executed)
             self._save_last()
+            self.history.close("stopped")
             return Result(b"{}", writes=writes)
 
         return Job(future, lambda _: [run()])
@@ -481,6 +499,7 @@ class Model:
                     f"has {record.base_model} and rank {record.rank}; create a client from the path"
                 )
             self._call("load", str(saved.folder), with_optimizer)
+        self.history.clear()
         self._failure, self._has_unsaved_steps = None, False
 
     def _call(self, method: str, *arguments: Any) -> Any:

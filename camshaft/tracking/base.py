@@ -27,7 +27,7 @@ WALL_CLOCK = ("timing_s/", "timing/", "perf/", "async/trainer_wait", "async/gene
 Ending = Literal["finished", "failed", "stopped"]
 """Final state of a run: completed, ended by an error, or stopped by a signal."""
 
-Command = Literal["ppo", "sft", "rm"]
+Command = Literal["ppo", "sft", "rm", "serve"]
 """Command that trains a model."""
 
 Row = Mapping[str, str | float]

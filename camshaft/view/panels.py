@@ -70,7 +70,7 @@ ROWS = {
 """Charts by the title of their row."""
 PHASES = (
     "sync", "gen", "gen_max", "reward", "reward_max", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor", "train",
+    "update_actor", "train", "sample", "queue", "client",
 )  # fmt: skip
 """Phases of a step, whose times `timing_s/<phase>` add up to the time of the step."""
 VALIDATE = "validate"

@@ -46,7 +46,7 @@ def runs_table(runs: Sequence[RunFolder], now: float) -> str:
                 printable(str(run.path)),
                 *(printable(cells[index]) for cells in columns.values()),
                 state,
-                f"{run.metrics.last_step}/{info.get('total_steps', '?')}",
+                f"{run.metrics.last_step}" + (f"/{total}" if (total := info.get("total_steps", "?")) else ""),
                 printable(status.phase) if status and in_progress else "",
                 format_age(now - status.since) if status and state == "running" else "",
                 f"{LABELS[name]} {_last(run, name)}" if name and len(labels) > 1 else _last(run, name),

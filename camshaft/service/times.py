@@ -1,0 +1,107 @@
+"""Times of each session: training, sampling, waiting for other clients, and waiting for its client.
+
+times.added("2f9a")                        # a job of the session is in the queue
+with times.working({"2f9a": 1.0}, "train"): ...
+times.finished("2f9a")
+(times.now("2f9a") - earlier).client       # seconds in which no job of the session was there
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["train", "sample"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds up to a moment, or between two of them."""
+
+    step: float = 0.0
+    """All of them."""
+    present: float = 0.0
+    """At least one job of the session was queued or running."""
+    train: float = 0.0
+    sample: float = 0.0
+
+    @property
+    def queue(self) -> float:
+        """Jobs of the session waited, mostly for those of other clients."""
+        return max(0.0, self.present - self.train - self.sample)
+
+    @property
+    def client(self) -> float:
+        """The server waited for the client."""
+        return max(0.0, self.step - self.present)
+
+    def __sub__(self, other: "Times") -> "Times":
+        values = (getattr(self, name) - getattr(other, name) for name in ("step", "present", "train", "sample"))
+        return Times(*values)
+
+
+@dataclass
+class _Session:
+    num_jobs: int = 0
+    since: float = 0.0
+    """Time since which there are jobs."""
+    present: float = 0.0
+    train: float = 0.0
+    sample: float = 0.0
+
+
+class SessionTimes:
+    """Times of all sessions. Jobs are added by several threads, and run in one."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Session] = {}
+        self._running: tuple[Mapping[str, float], Kind, float] | None = None
+        """Shares of the sessions in the job that runs, its kind and its start."""
+        self._lock = threading.Lock()
+
+    def added(self, session: str) -> None:
+        with self._lock:
+            entry = self._sessions.setdefault(session, _Session())
+            if not entry.num_jobs:
+                entry.since = time.monotonic()
+            entry.num_jobs += 1
+
+    def finished(self, session: str) -> None:
+        with self._lock:
+            entry = self._sessions[session]
+            entry.num_jobs -= 1
+            if not entry.num_jobs:
+                entry.present += time.monotonic() - entry.since
+
+    @contextlib.contextmanager
+    def working(self, shares: Mapping[str, float], kind: Kind) -> Iterator[None]:
+        """Count the time of the block for sessions, each with its share."""
+        self._running = shares, kind, time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                for session, entry in self._sessions.items():
+                    seconds = self._seconds_of(session, kind)
+                    if kind == "train":
+                        entry.train += seconds
+                    else:
+                        entry.sample += seconds
+                self._running = None
+
+    def now(self, session: str) -> Times:
+        """Return the times of a session until now, including the job that runs."""
+        with self._lock:
+            now, entry = time.monotonic(), self._sessions.get(session, _Session())
+            present = entry.present + (now - entry.since if entry.num_jobs else 0.0)
+            train, sample = (self._seconds_of(session, kind) for kind in ("train", "sample"))
+            return Times(now, present, entry.train + train, entry.sample + sample)
+
+    def _seconds_of(self, session: str, kind: Kind) -> float:
+        """Return the share of a session in the job that runs, if it is of a kind."""
+        if self._running is None or self._running[1] != kind:
+            return 0.0
+        shares, _, start = self._running
+        return shares.get(session, 0.0) * (time.monotonic() - start)
