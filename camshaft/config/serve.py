@@ -46,6 +46,12 @@ class ServeConfig(Section):
         "samples.",
         ge=1,
     )
+    nnodes: int = key(1, "Number of machines of a Ray cluster. They share `folder`.", ge=1)
+    controller: Literal["auto", "local", "ray"] = key(
+        "auto",
+        "Launcher of the worker processes. local starts them on this machine; ray starts them on a Ray cluster; auto "
+        "selects ray for more than one machine.",
+    )
     rollout: Text = key("torch", "Rollout that samples: a name, or package.module:Class.")
     lora_alpha: float = key(
         32.0, "Scaling of LoRA adapters. A layer's update is multiplied by lora_alpha / rank.", gt=0
@@ -112,9 +118,20 @@ class ServeConfig(Section):
         positions = self.settings(folder).positions()
         return self.max_model_len if positions is None else min(self.max_model_len, positions[1])
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all machines."""
+        return self.nnodes * self.ranks
+
+    def backend(self) -> str:
+        """Return the controller backend, `local` or `ray`."""
+        return self.controller if self.controller != AUTO else "ray" if self.nnodes > 1 else "local"
+
     def engine_name(self) -> str:
         """Return the name of the engine."""
-        return self.engine if self.engine != AUTO else SHARDED_ENGINE if self.ranks > 1 else SINGLE_PROCESS_ENGINE
+        if self.engine != AUTO:
+            return self.engine
+        return SHARDED_ENGINE if self.world_size > 1 else SINGLE_PROCESS_ENGINE
 
     def compute_dtype(self, is_accelerated: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype in which the model computes."""
@@ -200,21 +217,23 @@ def _find_problems(config: ServeConfig) -> list[str]:
 def _find_engine_problems(config: ServeConfig) -> list[str]:
     name = config.engine_name()
     capabilities = engine_capabilities(name)
+    if config.nnodes > 1 and config.backend() != "ray":
+        return [f"nnodes={config.nnodes} needs controller=ray. Omit controller"]
     if not (capabilities.supports_step_hyperparameters and capabilities.supports_target_log_probs):
         return [
             f"engine={name} does not support hyperparameters of a step, which each optim_step of a client sets, or "
             f"log-probs of any targets. Set engine={SINGLE_PROCESS_ENGINE}, or engine={SHARDED_ENGINE} for several "
             "ranks"
         ]
-    if config.ranks > 1 and not capabilities.multiple_ranks:
-        return [f"engine={name} trains on one rank, and ranks={config.ranks}. Set engine={SHARDED_ENGINE}"]
+    if config.world_size > 1 and not capabilities.multiple_ranks:
+        return [f"engine={name} trains on one rank, not on {config.world_size}. Set engine={SHARDED_ENGINE}"]
     try:
         ranks_per_row = capabilities.options.from_dict(config.engine_options(False)).ranks_per_row()
     except CamshaftError as error:
         return [f"engine_kwargs: {error}"]
-    if config.ranks % ranks_per_row:
+    if config.world_size % ranks_per_row:
         return [
-            f"ranks={config.ranks} is not divisible by the {ranks_per_row} ranks that process the same rows "
+            f"{config.world_size} ranks are not divisible by the {ranks_per_row} ranks that process the same rows "
             "(engine_kwargs). Set another number of ranks"
         ]
     return []

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from camshaft.config.serve import ServeConfig
-from camshaft.controller import Options, Pool, PoolSpec, spawn
+from camshaft.controller import Options, Pool, PoolSpec, spawn, start_pools
 from camshaft.controller.local import process_pool
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.roles.served import Refusal, ServedWorker
@@ -60,13 +60,18 @@ class RoleProcess:
 
     def call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method that returns a result of each rank. Of a `PerRank` argument, each rank gets its entry."""
-        ranks = self.config.ranks
-        return self.call(method, *(a if isinstance(a, PerRank) else [a] * ranks for a in arguments))
+        size = self.config.world_size
+        return self.call(method, *(a if isinstance(a, PerRank) else [a] * size for a in arguments))
 
     def _start(self) -> None:
-        _check_devices(self.config)
-        spec = PoolSpec("worker", 1, self.config.ranks, device=self.config.device, roles=("served",))
-        self._pool = process_pool(spec, Options(preload=(self.worker.__module__,), import_main=False))
+        config = self.config
+        spec = PoolSpec("worker", config.nnodes, config.ranks, device=config.device, roles=("served",))
+        options = Options(preload=(self.worker.__module__,), import_main=False)
+        if config.backend() == "local":
+            _check_devices(config)
+            self._pool = process_pool(spec, options)
+        else:
+            (self._pool,) = start_pools([spec], config.backend(), options)
         self._role = spawn(self.worker, self.config, pool=self._pool, name="served")
 
     def _stop(self) -> None:

@@ -263,7 +263,7 @@ class Sampler:
 
     def _slices(self, num_rows: int) -> list[slice]:
         """Return the rows of each rank."""
-        ranks = self.version.role.config.ranks
+        ranks = self.version.role.config.world_size
         bounds = [num_rows * rank // ranks for rank in range(ranks + 1)]
         return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 

@@ -198,9 +198,10 @@ def test_several_ranks_select_a_sharded_engine() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["engine=reference", "ranks=2"], "engine=reference trains on one rank, and ranks=2. Set engine=fsdp"),
+        (["engine=reference", "ranks=2"], "engine=reference trains on one rank, not on 2. Set engine=fsdp"),
         (["ranks=0"], "ranks=0: Input should be greater than or equal to 1"),
-        (["ranks=3", "engine_kwargs={ulysses_sequence_parallel_size: 2}"], "ranks=3 is not divisible by the 2 ranks"),
+        (["ranks=3", "engine_kwargs={ulysses_sequence_parallel_size: 2}"], "3 ranks are not divisible by the 2 ranks"),
+        (["nnodes=2", "controller=local"], "nnodes=2 needs controller=ray"),
         (["ranks=2", "engine_kwargs={fsdp_siz: 2}"], "engine_kwargs: .*fsdp_siz"),
     ],
 )
