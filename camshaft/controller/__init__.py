@@ -33,6 +33,7 @@ from camshaft.controller.group import (
     WorkerGroup,
     pool,
     pools,
+    pools_of,
     shutdown,
     spawn,
     start_pools,
@@ -44,5 +45,5 @@ from camshaft.controller.worker import Dispatch, RankInfo, Worker, register
 
 __all__ = [
     "Dispatch", "Options", "Pending", "Pool", "PoolSpec", "RankInfo", "Worker", "WorkerGroup", "pool", "pools",
-    "register", "shutdown", "spawn", "start_pools", "submit", "workers",
+    "pools_of", "register", "shutdown", "spawn", "start_pools", "submit", "workers",
 ]  # fmt: skip

@@ -71,12 +71,14 @@ class Executor:
         freeze_objects()
 
     def answer(self, frames: Frames) -> Frames:
-        """Run a request and return its result or its failure."""
+        """Run a request and return its result or its failure, and its time in seconds."""
+        start = time.perf_counter()
         try:
             request, *arguments = unpack(frames)
-            return pack((True, methodcaller(request, *arguments)(self)))
+            result = methodcaller(request, *arguments)(self)
+            return pack((True, result, time.perf_counter() - start))
         except BaseException as error:
-            return pack((False, _failure(error, self._rank_info.device)))
+            return pack((False, _failure(error, self._rank_info.device), time.perf_counter() - start))
 
     # -- requests ---------------------------------------------------------------------------------
 

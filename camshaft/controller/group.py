@@ -169,6 +169,8 @@ class Pool(ABC):
 
     def __init__(self, spec: PoolSpec):
         self.spec = spec
+        self.busy_seconds = [0.0] * spec.world_size
+        """Time for which each rank has executed requests, if the ranks are other processes."""
 
     @property
     def world_size(self) -> int:
@@ -350,6 +352,12 @@ def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending
     calls = scatter(mode, seats, args, kwargs)
     send_result = [result_slot(mode, seat) is not None for seat in seats]
     return Pending(mode, seats, role.pool.submit(role.key, method.name, calls, send_result))
+
+
+def pools_of(roles: Iterable[Worker]) -> dict[str, Pool]:
+    """Return the pools of spawned roles by name."""
+    groups = (role.spawned for role in roles if isinstance(role, WorkerGroup))
+    return {group.pool.spec.name: group.pool for group in groups}
 
 
 def shutdown(*roles: Worker) -> None:

@@ -361,7 +361,8 @@ class ProcessPool(Pool):
         """Wait up to `seconds` for an answer, store all arrived answers, and check the processes and time limits."""
         answer = self._next_answer(seconds)
         while answer is not None:
-            rank, request, (succeeded, value) = answer
+            rank, request, (succeeded, value, seconds) = answer
+            self.busy_seconds[rank] += seconds
             if not succeeded:
                 self._raise_first(request, {rank: value})
             if rank not in request.answers:  # unless it was answered before a restart
@@ -370,8 +371,8 @@ class ProcessPool(Pool):
         self._check_alive()
         self._check_times()
 
-    def _next_answer(self, seconds: float) -> tuple[int, Request, tuple[bool, Any]] | None:
-        """Return (rank, request, (succeeded, value)) of the next answer; None on a timeout or broken connection."""
+    def _next_answer(self, seconds: float) -> tuple[int, Request, tuple[bool, Any, float]] | None:
+        """Return (rank, request, (succeeded, value, time)) of the next answer; None on a timeout or lost connection."""
         try:
             rank, frames = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
         except queue.Empty:

@@ -151,11 +151,18 @@ async/staleness_{mean,max} | versions | trainer/metrics.py |
     Version that the step trains, minus the oldest version among the weights that sampled the tokens of a response.
 async/age_<age>_share | fraction of tokens | trainer/metrics.py |
     Response tokens that were sampled by weights which are this many versions old.
+async/age_<age>_{log_prob_diff_mean,kl_k3} | nats | trainer/metrics.py |
+    Mismatch of the response tokens that were sampled by weights which are this many versions old. That of age 0 is due
+    to the generator, and that of others also to the updates in between.
+async/generated_length/{mean,max,p50,p90} | tokens | trainer/metrics.py | Length of the responses of the batch.
+async/learned_length/{mean,max,p50,p90} | tokens | trainer/metrics.py |
+    Length of those with a token in the policy loss. The others were dropped, or rejected by rollout_rs.
 async/batches_in_flight | batches | trainer/ledger.py |
     Batches that are sent to the rollout and not learned, besides that of the step.
 async/trainer_wait | seconds | trainer/async_ppo.py | Time for which the step waited for its responses.
 async/trainer_wait_share | fraction of time | trainer/async_ppo.py |
     The same, relative to the time since the previous step got its responses.
+async/generation | seconds | roles/rollout.py | Time in which the rollout generated the batch. Maximum over ranks.
 async/generator_idle | seconds | roles/rollout.py |
     Time for which the rollout had nothing to do since its previous batch. Mean over ranks.
 async/generator_idle_share | fraction of time | roles/rollout.py | The same, relative to the time since that batch.
@@ -257,6 +264,11 @@ timing_s/{gen_max,reward_max} | seconds | trainer/ppo.py | Time to generate and 
 timing_s/reward_call_max | seconds | rewards/manager.py | Duration of the slowest call of the reward function.
 timing_s/sync_check | seconds | reshard/hybrid.py | Duration of the weight check, which is a part of the weight sync.
 timing/at | Unix seconds | tracking/run_folder.py | Time at which the step was logged. Only in `metrics.jsonl`.
+timing/generated | Unix seconds | roles/rollout.py |
+    Time at which the last rank of the rollout had generated the batch, in asynchronous training.
+timing/received | Unix seconds | trainer/async_ppo.py |
+    Time at which the step had its batch, in asynchronous training. With the times of the phases, it gives the lanes of
+    the run page.
 timing_s/step | seconds | trainer/metrics.py | Duration of the step, without validation and saving.
 perf/total_num_tokens | tokens | trainer/metrics.py | Prompt and response tokens of the step.
 perf/throughput | tokens/second | trainer/metrics.py |
@@ -268,6 +280,9 @@ perf/reward_processes | processes | rewards/manager.py |
 perf/sync_peak_memory_bytes | bytes | reshard/hybrid.py |
     Peak memory of a process up to the end of the weight sync: of device tensors or, on a CPU, resident memory.
     Maximum over ranks.
+perf/rank_seconds/<pool>/{mean,max} | seconds | trainer/metrics.py |
+    Time for which a rank has executed calls since the last step: mean and maximum over the ranks of a pool of several.
+perf/slowest_rank/<pool> | rank | trainer/metrics.py | Rank with this maximum.
 """
 _MODEL = """
 train/padding | 1 | engine/micro_batches.py |
@@ -313,6 +328,9 @@ timing_s/train | seconds | trainer/supervised.py | Time of the forward and backw
 timing_s/validate | seconds | trainer/supervised.py | Duration of the validation after the step.
 timing/at | Unix seconds | tracking/run_folder.py | Time at which the step was logged. Only in `metrics.jsonl`.
 perf/throughput | tokens/second | trainer/supervised.py | Tokens of the batch divided by the duration of the step.
+perf/rank_seconds/<pool>/{mean,max} | seconds | trainer/metrics.py |
+    Time for which a rank has executed calls since the last step: mean and maximum over the ranks of a pool of several.
+perf/slowest_rank/<pool> | rank | trainer/metrics.py | Rank with this maximum.
 """
 
 _SERVE = """
@@ -363,8 +381,8 @@ narrow, the last words are omitted."""
 LEGEND = """\
 `{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
 function returns, `<function>` is the name of one of several reward functions, `<rule>` is a value of `rollout_rs`,
-`<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, `<k>` are the powers of 2 below n, and n, and `<age>` is a number of
-versions.
+`<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, `<k>` are the powers of 2 below n, and n, `<age>` is a number of
+versions, and `<pool>` is the name of a resource pool.
 """
 
 _PLACEHOLDERS = {
@@ -375,6 +393,7 @@ _PLACEHOLDERS = {
     "n": r"\d+",
     "k": r"\d+",
     "age": r"\d+",
+    "pool": "[^/]+",
 }
 
 

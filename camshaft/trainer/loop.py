@@ -21,6 +21,7 @@ from camshaft.config import PPOConfig, SupervisedConfig
 from camshaft.config.auto.table import format_choices
 from camshaft.config.checks.backends import check_libraries
 from camshaft.config.run_folder import number_run
+from camshaft.controller import Worker
 from camshaft.controller.placement import pool_specs
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ScoringAbandoned
@@ -32,7 +33,7 @@ from camshaft.tracking import Tracking
 from camshaft.tracking.durable import Ranges, RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
-from camshaft.trainer.metrics import StepMetrics
+from camshaft.trainer.metrics import RankTimes, StepMetrics
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.session import Extensions, StepHook, call_hooks, session, with_hooks
@@ -135,6 +136,10 @@ class TrainingLoop(ABC, Generic[C, T, B]):
 
     # -- what a trainer may define ----------------------------------------------------------------
 
+    def roles(self) -> Sequence[Worker]:
+        """Return all roles of the run, whose ranks are timed."""
+        return list(self.trained.values())
+
     def introduction(self) -> Iterator[str]:
         """Yield texts to print before the models are built."""
         if choices := format_choices(self.config):
@@ -204,7 +209,7 @@ class TrainingLoop(ABC, Generic[C, T, B]):
             if self.only_validates or not is_validated:
                 return metrics
         saved_step, is_good, should_save = self.global_step, True, False
-        position = self.source.state_dict()
+        position, times = self.source.state_dict(), RankTimes(self.roles())
         for inputs in self.source:
             if self.global_step >= total or self.is_over:
                 break
@@ -221,6 +226,7 @@ class TrainingLoop(ABC, Generic[C, T, B]):
                     self.save(prune=is_good)
                 stop.acknowledge(self.global_step, total)
                 return metrics
+            metrics |= times.metrics()
             metrics = call_hooks(self.on_step, self.global_step, self.batch, metrics)
             self.after_step(metrics)
             self.batch, is_validated = DataProto(), True

@@ -11,7 +11,7 @@ The common metrics have the names of verl: `critic/score/mean`, `response_length
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from camshaft import algorithms
+from camshaft.controller import Worker, pools_of
 from camshaft.controller.worker import RANKS
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import COUNTS
@@ -72,6 +73,8 @@ RANK_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "agent/other_rows": sum,
     "agent/prompt_tokens_recomputed": sum,
     "perf/sync_peak_memory_bytes": max,
+    "async/generation": max,
+    "timing/generated": max,
     "async/generator_idle": mean,
     "async/generator_idle_share": mean,
     "timing_s/sync": max,
@@ -123,6 +126,29 @@ def reduce_calls(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
             merge = FUNCTION_REDUCTIONS.get(name.rpartition("/")[2], merge)
         reduced[name] = merge([metrics[name] for metrics in calls if name in metrics])
     return reduced
+
+
+class RankTimes:
+    """The time for which each rank executes calls, in pools of several ranks. Each step reports that since the last."""
+
+    def __init__(self, roles: Iterable[Worker]):
+        self._pools = {name: pool for name, pool in pools_of(roles).items() if pool.world_size > 1}
+        self._before = {name: list(pool.busy_seconds) for name, pool in self._pools.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean and the maximum over ranks, and the rank with the maximum, for each pool."""
+        metrics: dict[str, float] = {}
+        for name, pool in self._pools.items():
+            now, before = list(pool.busy_seconds), self._before[name]
+            seconds = [end - start for end, start in zip(now, before, strict=True)]
+            self._before[name] = now
+            slowest = max(range(len(seconds)), key=seconds.__getitem__)
+            metrics |= {
+                f"perf/rank_seconds/{name}/mean": mean(seconds),
+                f"perf/rank_seconds/{name}/max": seconds[slowest],
+                f"perf/slowest_rank/{name}": float(slowest),
+            }
+        return metrics
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
@@ -198,6 +224,33 @@ def staleness(batch: DataProto, ages: Ragged) -> dict[str, float]:
     return metrics | {
         f"async/age_{age}_share": float((sampled == age).float().mean()) for age in sampled.unique().tolist()
     }
+
+
+def mismatch_by_age(batch: DataProto, ages: Ragged) -> dict[str, float]:
+    """Compute the mismatch between rollout and trainer for the tokens of each age."""
+    train, rollout, mask = (batch[name].values for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    metrics: dict[str, float] = {}
+    for age in ages.values[mask].unique().tolist():
+        of_age = algorithms.mismatch(train, rollout, mask & (ages.values == age), ages.lengths)
+        metrics |= {f"async/age_{age}_{name}": float(of_age[name]) for name in ("log_prob_diff_mean", "kl_k3")}
+    return metrics
+
+
+def learned_lengths(batch: DataProto) -> dict[str, float]:
+    """Compute statistics of the lengths of all responses, and of those with a token in the policy loss.
+
+    A correction that rejects long responses, or short ones, shows in the difference.
+    """
+    mask = batch.ragged("response_mask")
+    if "rollout_rs_mask" in batch:
+        mask = mask.like(mask.values & batch["rollout_rs_mask"].values)
+    lengths = batch["responses"].lengths.float()
+    metrics: dict[str, float] = {}
+    for name, rows in (("generated", lengths), ("learned", lengths[mask.sum() > 0])):
+        if len(rows):
+            statistics = {"mean": rows.mean(), "max": rows.max(), "p50": rows.quantile(0.5), "p90": rows.quantile(0.9)}
+            metrics |= {f"async/{name}_length/{key}": float(value) for key, value in statistics.items()}
+    return metrics
 
 
 def off_policy(batch: DataProto) -> dict[str, float]:

@@ -23,7 +23,7 @@ from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.config.run_folder import number_run
 from camshaft.config.schema.engine import PPOUpdateSection
-from camshaft.controller import Pending, submit
+from camshaft.controller import Pending, Worker, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.rewards.manager import PendingScores, RewardResult, log_failures
@@ -106,6 +106,9 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         with parts, cls(parts, extensions.on_step) as trainer:
             yield trainer
 
+    def roles(self) -> Sequence[Worker]:
+        return self.parts.roles()
+
     def introduction(self) -> Iterator[str]:
         yield from super().introduction()
         yield render_batch_table(batch_table(self.config, self.config.topology()))
@@ -172,13 +175,15 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
                 metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
         if compared is not None:
-            metrics.add(mismatch(compared))
-            if self.is_corrected:
-                metrics.add(off_policy(compared))
+            metrics.add(self.compare(compared))
         if self.entropy is not None and self._updates_actor():
             self._adapt(self.entropy, metrics)
         self.batch = batch
         return metrics.finished(batch)
+
+    def compare(self, batch: DataProto) -> dict[str, float]:
+        """Compare the log-probs of the rollout with those of the trainer before the update, on rows that have both."""
+        return mismatch(batch) | (off_policy(batch) if self.is_corrected else {})
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
         """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.

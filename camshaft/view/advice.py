@@ -9,6 +9,7 @@ last `WINDOW` steps, so that single steps do not trigger them.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ MAX_GRADIENT = 20.0
 """Multiple of the median gradient norm of the run."""
 MAX_KL = 1.0
 """Nats per token between the policy and the policy before the update."""
+SLOWEST = "perf/slowest_rank/"
+SAME_RANK, MIN_SLOWNESS = 0.8, 1.2
+"""Fraction of the steps in which the same rank is the slowest, and its time relative to the mean of the ranks."""
 STALLED_SECONDS, STALLED_STEPS = 60.0, 6.0
 """A phase is stalled if it lasts longer than a minute and than six times the longest recent step."""
 STALLED_BEFORE_FIRST_STEP = 600.0
@@ -288,6 +292,25 @@ def _mismatch(run: RunFolder, now: float) -> str | None:
     )
 
 
+def _slow_rank(run: RunFolder, now: float) -> str | None:
+    for name in run.metrics.names:
+        if not name.startswith(SLOWEST):
+            continue
+        pool = name.removeprefix(SLOWEST)
+        ranks = _values(run, name)[-WINDOW:]
+        means, longest = (_recent(run, f"perf/rank_seconds/{pool}/{of}") for of in ("mean", "max"))
+        if not means or not longest or longest < MIN_SLOWNESS * means:
+            continue
+        rank, count = Counter(ranks.tolist()).most_common(1)[0]
+        if count >= SAME_RANK * len(ranks):
+            return (
+                f"Rank {rank:.0f} of the pool {pool} works for {longest:.3g} s per step, {longest / means:.1f} times "
+                f"the mean of its ranks, and was the slowest in {count} of the last {len(ranks)} steps. Its device or "
+                f"machine may be slower or shared: see logs/{pool}_rank{rank:.0f}.log, and compare the devices."
+            )
+    return None
+
+
 def _skipped(run: RunFolder, now: float) -> str | None:
     for name in ("actor/skipped_steps", "train/skipped_steps"):
         if (_values(run, name)[-WINDOW:] > 0).sum() > 1:
@@ -314,5 +337,6 @@ SYMPTOMS: dict[str, Symptom] = {
     "Policy does not change": _policy_unchanged,
     "Responses cut at the length limit": _cut,
     "Generator differs from trainer": _mismatch,
+    "Rank is slow": _slow_rank,
     "Skipped optimizer steps": _skipped,
 }

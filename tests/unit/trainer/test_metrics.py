@@ -1,13 +1,25 @@
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from camshaft.controller import Dispatch, PoolSpec, Worker, pools, register, spawn, submit
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.tracking.record import RunStatus
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, reduce_calls, reduce_ranks, score_metrics
+from camshaft.trainer.metrics import (
+    RankTimes,
+    StepMetrics,
+    batch_metrics,
+    learned_lengths,
+    mismatch,
+    mismatch_by_age,
+    reduce_calls,
+    reduce_ranks,
+    score_metrics,
+)
 
 
 def floats(*rows: list[float]) -> Ragged:
@@ -163,3 +175,61 @@ def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
     }
     assert reduce_ranks(DataProto({}, {"metrics": reports[1]})) == reports[1]
     assert reduce_ranks(DataProto()) == {}
+
+
+class Sleeper(Worker):
+    """Sleeps for a number of seconds on each rank."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[tuple[Any, Any]]:
+    """Yield a role on two ranks and one on a single rank."""
+    with pools([PoolSpec("two", ranks_per_node=2), PoolSpec("one")]) as (two, one):
+        yield spawn(Sleeper, pool=two), spawn(Sleeper, pool=one)
+
+
+def test_the_time_of_each_rank_names_the_slowest(sleepers: tuple[Any, Any]) -> None:
+    two, one = sleepers
+    two.sleep([0.3, 0.0])
+    times = RankTimes([two, one, two])
+    assert set(times.metrics().values()) == {0.0}
+    pending = submit(two.sleep, [0.02, 0.2])
+    time.sleep(0.5)  # the driver is late, but the ranks measure their time themselves
+    pending.result()
+    two.sleep([0.0, 0.1])
+    metrics = times.metrics()
+    assert metrics.keys() == {"perf/rank_seconds/two/mean", "perf/rank_seconds/two/max", "perf/slowest_rank/two"}
+    assert metrics["perf/slowest_rank/two"] == 1
+    assert 0.3 <= metrics["perf/rank_seconds/two/max"] < 0.5
+    assert metrics["perf/rank_seconds/two/max"] < 2 * metrics["perf/rank_seconds/two/mean"] < 0.9
+    two.sleep([0.1, 0.0])
+    assert times.metrics()["perf/slowest_rank/two"] == 0  # since the last step, and not of the whole run
+
+
+def test_the_mismatch_is_that_of_the_tokens_of_an_age() -> None:
+    # Differences of the counted tokens: 0.1, -0.4 (both of age 2) and 0.2 (of age 0).
+    ages = Ragged.from_rows([[2, 1, 2], [0]])
+    metrics = mismatch_by_age(two_rows(), ages)
+    assert metrics == pytest.approx(
+        {
+            "async/age_0_log_prob_diff_mean": 0.2,
+            "async/age_0_kl_k3": math.exp(0.2) - 1.2,
+            "async/age_2_log_prob_diff_mean": 0.25,
+            "async/age_2_kl_k3": (math.exp(0.1) - 1.1 + math.exp(-0.4) - 0.6) / 2,
+        },
+        rel=1e-5,
+    )
+
+
+def test_the_lengths_of_learned_responses_leave_out_rejected_ones() -> None:
+    batch = two_rows()  # of 3 tokens and of 1
+    everything = learned_lengths(batch)
+    assert everything["async/learned_length/mean"] == everything["async/generated_length/mean"] == 2.0
+    rejected = learned_lengths(batch.with_columns(rollout_rs_mask=Ragged.from_rows([[False, True, False], [True]])))
+    assert rejected == everything | {f"async/learned_length/{name}": 1.0 for name in ("mean", "max", "p50", "p90")}
+    none = learned_lengths(batch.with_columns(rollout_rs_mask=Ragged.from_rows([[False] * 3, [False]])))
+    assert not any("learned" in name for name in none)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ppo_runs import Step, ppo_config, run_ppo
-from support.same_run import ACTOR, RANKS
+from support.same_run import ACTOR, RANKS, names
 
 from camshaft.controller import WorkerGroup
 from camshaft.controller.process_pool import ProcessPool
@@ -49,7 +49,7 @@ def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step
 
 def assert_equal(hybrid: list[Step], own: list[Step]) -> None:
     for number, (expected, step) in enumerate(zip(hybrid, own, strict=True), start=1):
-        assert step.metrics.keys() | SENT == expected.metrics.keys() | {VERSION}
+        assert names(step.metrics) | SENT == names(expected.metrics) | {VERSION}
         for name, value in expected.metrics.items():
             if name in SENT and name not in step.metrics:
                 continue

@@ -86,6 +86,11 @@ BAD: dict[str, dict[str, Curve]] = {
         "rollout/effective_sample_share": lambda step: 0.1,
         "rollout/log_prob_diff_mean": lambda step: 1.5,
     },
+    "Rank is slow": {
+        "perf/slowest_rank/rollout": lambda step: 0.0 if step % 10 == 0 else 3.0,
+        "perf/rank_seconds/rollout/mean": lambda step: 2.0,
+        "perf/rank_seconds/rollout/max": lambda step: 3.0,
+    },
     "Skipped optimizer steps": {"actor/skipped_steps": lambda step: float(step > 35)},
 }
 
@@ -119,6 +124,27 @@ def test_no_measured_reward_curve_gets_advice(algorithm: str, engine: str, tmp_p
 @pytest.mark.parametrize("title", BAD)
 def test_the_cause_of_a_bad_run_is_named(title: str, tmp_path: Path) -> None:
     assert advice_on(make_run(tmp_path / "bad", steps=40, curves=BAD[title])) == [title]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {
+            "perf/slowest_rank/rollout": lambda step: float(step % 4)
+        },  # the longest responses are on another rank each time
+        {"perf/rank_seconds/rollout/max": lambda step: 2.1},
+    ],
+)
+def test_ranks_that_take_turns_or_differ_little_are_not_slow(changed: dict[str, Curve], tmp_path: Path) -> None:
+    assert advice_on(make_run(tmp_path / "run", steps=40, curves=BAD["Rank is slow"] | changed)) == []
+
+
+def test_advice_names_the_slow_rank(tmp_path: Path) -> None:
+    run = RunFolder(make_run(tmp_path / "run", steps=40, curves=BAD["Rank is slow"]))
+    run.metrics.poll()
+    (advice,) = advise(run, 0.0)
+    assert "Rank 3 of the pool rollout works for 3 s per step, 1.5 times the mean" in advice.text
+    assert "logs/rollout_rank3.log" in advice.text
 
 
 SCORES = {f"critic/score/{name}": LOW for name in ("mean", "min", "max")}
