@@ -54,8 +54,8 @@ class RolloutWorker(Worker):
         self.params = {key: SamplingParams(**sampling(config, *key)) for key in product((False, True), repeat=2)}
         """Sampling parameters for each (validate, greedy)."""
         self.may_be_stale = config.async_training.max_staleness > 0
-        self._batch_end = self._call_end = time.perf_counter()
-        """Ends of the last batch and of the last call of a rollout without an engine."""
+        self._batch_end = self._call_start = self._call_end = time.perf_counter()
+        """End of the last batch, and start and end of the last call, of a rollout without an engine."""
         self._idle_seconds = 0.0
         """Time between its calls since the last batch."""
 
@@ -122,19 +122,21 @@ class RolloutWorker(Worker):
         return self.with_versions(generated) if self.may_be_stale and not validate else generated
 
     def with_versions(self, generated: DataProto) -> DataProto:
-        """Add the column `policy_versions`, and the time without calls."""
+        """Add the column `policy_versions`, and when the rollout generated and when it had no calls."""
         responses, version = generated.ragged("responses"), self.rollout.version
         versions = responses.map(lambda ids: torch.full_like(ids, version, dtype=torch.int32))
         now, idle = time.perf_counter(), self._idle_seconds
         share, self._batch_end, self._idle_seconds = idle / (now - self._batch_end), now, 0.0
         metrics = {"async/generator_idle": idle, "async/generator_idle_share": share}
+        metrics |= {"async/generation": self._call_end - self._call_start, "timing/generated": time.time()}
         metrics |= generated.meta_info["metrics"]
         return generated.with_columns(policy_versions=versions).with_meta(metrics=metrics)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         """Measure the time between calls."""
-        self._idle_seconds += time.perf_counter() - self._call_end
+        self._call_start = time.perf_counter()
+        self._idle_seconds += self._call_start - self._call_end
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from camshaft import storage
 
-WALL_CLOCK = ("timing_s/", "timing/", "perf/", "async/trainer_wait", "async/generator_idle")
+WALL_CLOCK = ("timing_s/", "timing/", "perf/", "async/trainer_wait", "async/generation", "async/generator")
 """Prefixes of metrics that depend on wall-clock time or on the memory of the machine."""
 
 Ending = Literal["finished", "failed", "stopped"]

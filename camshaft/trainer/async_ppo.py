@@ -24,9 +24,18 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError
 from camshaft.rewards.manager import PendingScores
+from camshaft.trainer.advantages import compute_corrections
 from camshaft.trainer.build import PPOParts, StartedGeneration
 from camshaft.trainer.ledger import Ledger
-from camshaft.trainer.metrics import StepMetrics, merge_ranks, policy_ages, reduce_ranks, staleness
+from camshaft.trainer.metrics import (
+    StepMetrics,
+    learned_lengths,
+    merge_ranks,
+    mismatch_by_age,
+    policy_ages,
+    reduce_ranks,
+    staleness,
+)
 from camshaft.trainer.ppo import PPOTrainer, Responses
 from camshaft.trainer.session import StepHook
 
@@ -134,6 +143,7 @@ class AsyncPPOTrainer(PPOTrainer):
             receipt = None
         with metrics.phase("gen"):
             received = self._receive(inputs)
+        metrics.add({"timing/received": time.time()})
         self._received = {step: batch for step, batch in self._received.items() if step >= inputs}
         metrics.add(self.ledger.learned(inputs))
         batch = metrics.union(received.rows.drop(*self.parts.replaced), received.generated)
@@ -142,6 +152,14 @@ class AsyncPPOTrainer(PPOTrainer):
         if self.config.algorithm.rollout_correction.interpolates():
             batch = batch.with_columns(policy_ages=ages)
         return batch, received.scoring
+
+    def compare(self, batch: DataProto) -> dict[str, float]:
+        """Compare the log-probs also by the age of the tokens, and the rows that are learned with all of them."""
+        ages, correction = policy_ages(batch, self.global_step - 1), self.config.algorithm.rollout_correction
+        metrics = super().compare(batch) | mismatch_by_age(batch, ages)
+        if correction.bypass_mode and correction.rollout_rs:  # the update rejects tokens, here of its first mini-batch
+            batch = batch.union(compute_corrections(batch, correction)[0].select("rollout_rs_mask"))
+        return metrics | learned_lengths(batch)
 
     def _send(self, step: int, version: int, receipt: Pending[Any] | None) -> None:
         """Start to generate a batch. Its responses are scored when they arrive."""
@@ -200,6 +218,7 @@ class AsyncPPOTrainer(PPOTrainer):
             self.pipeline.withdraw("this run has another number of responses to a prompt")
             return
         for step, generated in stored.items():
+            generated.meta_info["metrics"].pop("timing/generated", None)  # before the run was interrupted
             scoring = self.parts.rewards.begin(rows[step])
             if scoring is not None:
                 scoring.add(0, self.parts.decode([row.tolist() for row in generated.ragged("responses").rows()]))

@@ -11,6 +11,7 @@ from typing import Any
 from camshaft import storage
 from camshaft.errors import ConfigError
 from camshaft.view import data
+from camshaft.view.lanes import lanes
 from camshaft.view.server import STATIC, Page, configs
 
 MAX_STEPS = 6
@@ -29,6 +30,7 @@ def export(folders: Sequence[str | Path], path: Path) -> int:
     contents: dict[str, Any] = {"/runs": overview}
     contents["curves"] = page.curves(page.runs)
     contents["phases"] = [data.phases(run) for run in page.runs]
+    contents["lanes"] = [lanes(run) for run in page.runs]
     contents["configs"] = [configs([run]) for run in page.runs]
     contents["responses"] = {}
     for number, run in enumerate(page.runs):

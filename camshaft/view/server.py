@@ -25,6 +25,7 @@ from camshaft.http import LocalServer, Reply, Request, ServerLimits, json_reply
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
 from camshaft.view.differences import differing_keys, ignored_keys, key_columns
+from camshaft.view.lanes import lanes
 from camshaft.view.ranking import ORDERS, Ranking
 
 STATIC = Path(__file__).parent / "static"
@@ -50,7 +51,7 @@ MAX_CONNECTIONS = 64
 """Maximum number of connections. A browser opens six."""
 MAX_DIGITS = 18
 """Maximum number of digits of a parameter, which fit into 64 bits."""
-VIEWS = ("/runs", "/curves", "/phases", "/config", "/responses", "/ranked")
+VIEWS = ("/runs", "/curves", "/phases", "/lanes", "/config", "/responses", "/ranked")
 """Paths of the data of the page."""
 
 
@@ -81,6 +82,8 @@ class Page:
                 return self.curves(runs, *first, *last) if first and last else self.curves(runs)
             if path == "/phases":
                 return [data.phases(run) for run in runs]
+            if path == "/lanes":
+                return [lanes(run) for run in runs]
             if path == "/config" and runs:
                 return configs(runs)
             step, order = _integers(query, "step"), query.get("order", [""])[0]

@@ -482,3 +482,49 @@ def test_an_episode_is_shown_as_a_conversation(browser: Any, tmp_path: Path) -> 
         assert page.errors == []
         server.shutdown()
         thread.join()
+
+
+def test_the_lanes_of_an_asynchronous_run_are_drawn(browser: Any, folder: Path, server: PageServer) -> None:
+    times = {
+        "timing_s/step": lambda step: 10.0,
+        "timing_s/sync": lambda step: 1.0,
+        "timing_s/gen": lambda step: 2.0,
+        "timing/received": lambda step: 1_764_000_000.0 + 10 * step + 3,
+        "timing/generated": lambda step: 1_764_000_000.0 + 10 * step + 2.5,
+        "async/generation": lambda step: 7.5,
+        "async/staleness_max": lambda step: min(step - 1.0, 1.0),
+    }
+    make_run(folder / "ahead", steps=10, curves=times)
+    page = Watched(browser, server.url)
+    page.tab.check("input[aria-label='show ahead']")
+    page.open("Time")
+    page.picture("lanes")
+    text = page.tab.inner_text("#view")
+    assert "ahead: steps 1 to 10" in text
+    assert page.tab.locator(".lane").count() == 2
+    assert page.tab.locator(".lane .learn").count() == page.tab.locator(".lane .generate").count() == 10
+    assert page.tab.locator(".lane .generate").nth(3).inner_text() == "4: v2"
+    title = page.tab.locator(".lane .learn").nth(3).get_attribute("title")
+    assert title == "step 4 trains version 3 on batch 4 for 7 s"
+    # Steps and generations take 7 and 7.5 of 105 s, and those of one batch are at the same place.
+    learn, generate = (page.tab.locator(f".lane .{kind}").nth(3).bounding_box() for kind in ("learn", "generate"))
+    lane = page.tab.locator(".lane").first.bounding_box()
+    assert learn["width"] / lane["width"] == pytest.approx(7 / 105, rel=0.02)
+    assert generate["width"] / lane["width"] == pytest.approx(7.5 / 105, rel=0.02)
+    assert (learn["x"] - generate["x"]) / lane["width"] == pytest.approx(8 / 105, rel=0.02)
+    page.tab.uncheck("input[aria-label='show ahead']")
+    page.tab.wait_for_selector(".lane", state="detached")
+    assert page.errors == []
+
+
+def test_an_exported_page_contains_the_lanes(browser: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder / "second")
+    times = {name: lambda step: 1.0 for name in ("timing_s/sync", "async/generation", "async/staleness_max")}
+    times |= {name: lambda step: 10.0 * step for name in ("timing/received", "timing/generated")}
+    make_run(folder / "ahead", steps=3, curves=times)
+    export([folder], tmp_path / "runs.html")
+    page = Watched(browser, (tmp_path / "runs.html").as_uri())
+    page.tab.check("input[aria-label='show ahead']")
+    page.open("Time")
+    assert page.tab.locator(".lane .learn").count() == 3
+    assert page.errors == []

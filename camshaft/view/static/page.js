@@ -55,6 +55,7 @@ async function get(path) {
   if (url.pathname === "/curves") return { ...stored.curves, runs: runs.map((run) => stored.curves.runs[run]) };
   if (url.pathname === "/config") return storedConfig(runs);
   if (url.pathname === "/phases") return runs.map((run) => stored.phases[run]);
+  if (url.pathname === "/lanes") return runs.map((run) => stored.lanes[run]);
   const rows = stored.responses[`${runs[0]}/${url.searchParams.get("step")}`];
   if (rows === undefined) throw new Error("the file does not contain the responses of this step");
   return rows;
@@ -584,7 +585,8 @@ function describe([first, last], values, text) {
 
 async function drawTime() {
   clearCharts();
-  const reply = await get(`/phases?${query(state.selected)}`);
+  const [reply, lanes] = await Promise.all(["phases", "lanes"].map((view) => get(`/${view}?${query(state.selected)}`)));
+  const pictures = lanes.map((picture, order) => picture && drawLanes(picture, state.runs[state.selected[order]].name)).filter(Boolean);
   const blocks = reply.map((means, order) => {
     const info = state.runs[state.selected[order]];
     const phases = Object.entries(means).filter(([name]) => name !== "step");
@@ -601,7 +603,25 @@ async function drawTime() {
     return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last ${Math.min(50, info.step)} steps${phase}`), bar,
       element("table", { class: "narrow times" }, ...legend));
   });
-  document.getElementById("view").replaceChildren(element("h2", {}, "Phases of a step"), ...blocks);
+  if (pictures.length) pictures.unshift(element("h2", {}, "Lanes of trainer and generator"));
+  document.getElementById("view").replaceChildren(element("h2", {}, "Phases of a step"), ...blocks, ...pictures);
+}
+
+const KINDS = { learn: "learns", generate: "generates (batch: version of the weights)", publish: "publishes weights", wait: "waits, or loads weights" };
+
+function drawLanes(picture, name) {
+  const percent = (seconds) => `${100 * seconds / picture.seconds}%`;
+  const rows = picture.lanes.map((lane) => {
+    const spans = lane.spans.map(({ start, end, kind, step, label, text }) => element("span", {
+      class: `${kind} ${step % 2 ? "odd" : "even"}`, title: text, style: { left: percent(start), width: percent(end - start) },
+    }, label));
+    const waited = lane.spans.filter(({ kind }) => kind === "wait").reduce((total, { start, end }) => total + end - start, 0);
+    return element("tr", {}, element("td", {}, lane.name), element("td", {}, element("div", { class: "lane" }, ...spans)),
+      element("td", { class: "number" }, `waits ${(100 * waited / picture.seconds).toFixed(0)} %`));
+  });
+  const legend = Object.entries(KINDS).map(([kind, text]) => element("span", {}, element("span", { class: `swatch ${kind}` }), text));
+  return element("div", { class: "group" }, element("p", {}, `${name}: steps ${picture.first} to ${picture.last}, ${number(picture.seconds)} s`),
+    element("table", { class: "lanes" }, ...rows), element("p", { class: "keys" }, ...legend));
 }
 
 async function drawConfig() {

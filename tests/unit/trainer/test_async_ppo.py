@@ -37,7 +37,7 @@ PPO: dict[str, Any] = {
     f"{CORRECTION}.rollout_is": "token",
     "trainer.test_freq": 2,
 }
-MEASURED = ("timing_s/", "perf/", "async/")
+MEASURED = ("timing_s/", "timing/", "perf/", "async/")
 OF_SYNC = {"rollout/sync_bytes", "rollout/weights_version"}
 
 
@@ -154,6 +154,27 @@ def test_the_estimated_policy_is_that_of_the_rollout_at_age_0(tmp_path: Path) ->
         age = int(step.metrics["async/staleness_max"])
         assert set(step.batch["policy_ages"].values.tolist()) == {age}
     assert not all(torch.equal(steps[2].actor[name], bypass[2].actor[name]) for name in steps[2].actor)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_learned_lengths_are_those_of_accepted_rows(bypass: bool, tmp_path: Path) -> None:
+    keys = {**GRPO, f"{CORRECTION}.rollout_rs": "seq_mean_k3", f"{CORRECTION}.bypass_mode": bypass, STALENESS: 1}
+    free = run_ppo(tmp_path, {**keys, f"{CORRECTION}.rollout_rs_threshold": "10.0"}, steps=2)[1]
+    limit = str(free.metrics["rollout/kl_k3"])  # the mean over the tokens, which some rows exceed
+    step = run_ppo(tmp_path, {**keys, f"{CORRECTION}.rollout_rs_threshold": limit}, steps=2)[1]
+    assert free.metrics["async/learned_length/mean"] == free.metrics["async/generated_length/mean"]
+    lengths = step.batch.ragged("responses").lengths
+    assert step.metrics["async/generated_length/mean"] == pytest.approx(float(lengths.float().mean()))
+    assert step.metrics["async/generated_length/max"] == int(lengths.max())
+    assert step.metrics["async/age_1_kl_k3"] == pytest.approx(step.metrics["rollout/kl_k3"])
+    # The whole batch is one mini-batch, so that also the update rejects the rows that the driver counts.
+    rejected = step.metrics["actor/rollout_rs_masked_fraction" if bypass else "rollout_corr/rollout_rs_masked_fraction"]
+    tokens, rows = (1 - rejected) * int(lengths.sum()), step.metrics["async/learned_length/mean"]
+    assert tokens / rows == pytest.approx(round(tokens / rows), abs=1e-3)
+    assert 0 < round(tokens / rows) < len(lengths)
+    if not bypass:
+        share = step.metrics["rollout_corr/rollout_rs_seq_masked_fraction"]
+        assert round(tokens / rows) == round((1 - share) * len(lengths))
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])

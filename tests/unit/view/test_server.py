@@ -62,7 +62,7 @@ def value(server: PageServer, path: str) -> Any:
 
 QUERIES = {
     "/runs": "", "/curves": "?run=0", "/phases": "?run=0", "/config": "?run=0", "/responses": "?run=0&step=20",
-    "/ranked": "?run=0&order=worst",
+    "/ranked": "?run=0&order=worst", "/lanes": "?run=0",
 }  # fmt: skip
 PATHS = (*FILES, *(f"{path}{QUERIES[path]}" for path in VIEWS), "/missing")
 
