@@ -24,7 +24,7 @@ import torch
 
 from camshaft.config import PPOConfig, rollout_engine, sampling
 from camshaft.controller import Dispatch, Worker, register
-from camshaft.dataproto import DataProto
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard import (
@@ -120,6 +120,17 @@ class RolloutWorker(Worker):
             out = replace(out, routed_experts=None)
         generated = DataProto.from_dict(generation_columns(out), {"metrics": metrics})
         return self.with_versions(generated) if self.may_be_stale and not validate else generated
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def score_responses(self, rows: DataProto) -> DataProto:
+        """Return the log-probs of the responses at the temperature of training, and the version that computed them."""
+        responses = rows.ragged("responses")
+        sampling = SamplingParams(max_tokens=1, temperature=self.params[False, False].temperature)
+        with self._busy():
+            scores = self.rollout.score(Ragged.join(rows.ragged("prompts"), responses), sampling=sampling)
+        log_probs, version = scores.log_probs.suffix(responses.lengths).to("cpu"), self.rollout.version
+        versions = responses.map(lambda ids: torch.full_like(ids, version, dtype=torch.int32))
+        return DataProto.from_dict({"rollout_log_probs": log_probs, "policy_versions": versions})
 
     def with_versions(self, generated: DataProto) -> DataProto:
         """Add the column `policy_versions`, and when the rollout generated and when it had no calls."""

@@ -154,6 +154,10 @@ async/age_<age>_share | fraction of tokens | trainer/metrics.py |
 async/age_<age>_{log_prob_diff_mean,kl_k3} | nats | trainer/metrics.py |
     Mismatch of the response tokens that were sampled by weights which are this many versions old. That of age 0 is due
     to the generator, and that of others also to the updates in between.
+async/probe_{log_prob_diff_mean,kl_k3} | nats | trainer/probes.py |
+    Mismatch of a few responses of an earlier step, whose log-probs trainer and rollout have computed with the same
+    weights. It is free of staleness.
+async/probe_version | versions | trainer/probes.py | Version of these weights.
 async/generated_length/{mean,max,p50,p90} | tokens | trainer/metrics.py | Length of the responses of the batch.
 async/learned_length/{mean,max,p50,p90} | tokens | trainer/metrics.py |
     Length of those with a token in the policy loss. The others were dropped, or rejected by rollout_rs.

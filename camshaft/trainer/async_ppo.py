@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from camshaft.checkpoint import SavedCheckpoint, in_flight
+from camshaft.config.backends import rollout_capabilities
 from camshaft.controller import Pending
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError
 from camshaft.rewards.manager import PendingScores
+from camshaft.roles.sequences import SEQUENCES
 from camshaft.trainer.advantages import compute_corrections
 from camshaft.trainer.build import PPOParts, StartedGeneration
 from camshaft.trainer.ledger import Ledger
@@ -37,6 +39,7 @@ from camshaft.trainer.metrics import (
     staleness,
 )
 from camshaft.trainer.ppo import PPOTrainer, Responses
+from camshaft.trainer.probes import Probes
 from camshaft.trainer.session import StepHook
 
 BALANCED = 0.1
@@ -129,6 +132,9 @@ class AsyncPPOTrainer(PPOTrainer):
         self._sent: dict[int, Sent] = {}
         self._received: dict[int, Received] = {}
         """Batches that are not learned, and the one that is being learned."""
+        assert parts.rollout is not None
+        scores = rollout_capabilities(self.config.actor_rollout_ref.rollout.name).scores_prompts
+        self.probes = Probes(parts.rollout, parts.rollout_dp_size) if scores else None
         self._collected_at: float | None = None
         self._shares: list[tuple[float, float]] = []
         """Shares of time of each step for which the trainer waited and the generator was idle."""
@@ -146,6 +152,8 @@ class AsyncPPOTrainer(PPOTrainer):
         metrics.add({"timing/received": time.time()})
         self._received = {step: batch for step, batch in self._received.items() if step >= inputs}
         metrics.add(self.ledger.learned(inputs))
+        if self.probes is not None:
+            metrics.add(self.probes.collect(version - self.ledger.max_staleness))
         batch = metrics.union(received.rows.drop(*self.parts.replaced), received.generated)
         ages = policy_ages(batch, version)
         metrics.add(staleness(batch, ages) | self._waited(metrics))
@@ -156,6 +164,8 @@ class AsyncPPOTrainer(PPOTrainer):
     def compare(self, batch: DataProto) -> dict[str, float]:
         """Compare the log-probs also by the age of the tokens, and the rows that are learned with all of them."""
         ages, correction = policy_ages(batch, self.global_step - 1), self.config.algorithm.rollout_correction
+        if self.probes is not None and SEQUENCES not in batch:
+            self.probes.start(self.global_step, batch)
         metrics = super().compare(batch) | mismatch_by_age(batch, ages)
         if correction.bypass_mode and correction.rollout_rs:  # the update rejects tokens, here of its first mini-batch
             batch = batch.union(compute_corrections(batch, correction)[0].select("rollout_rs_mask"))
@@ -203,11 +213,14 @@ class AsyncPPOTrainer(PPOTrainer):
     def state(self) -> dict[str, Any]:
         """Wait for the batches under way, and return the state with them."""
         batches = {batch.step: self._receive(batch.step).generated for batch in self.ledger.under_way()}
-        return super().state() | in_flight.store(batches)
+        probes = {} if self.probes is None else self.probes.state_dict()
+        return super().state() | in_flight.store(batches) | {"probes": probes}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the state and the batches under way, and start to score them again."""
         super().load_state(state)
+        if self.probes is not None:
+            self.probes.load_state_dict(state.get("probes", {}))
         steps = [] if self.only_validates else [batch.step for batch in self.ledger.under_way()]
         if any(str(step) not in state[in_flight.IN_FLIGHT] for step in steps):
             self.pipeline.withdraw("the checkpoint cannot contain results of reward functions")

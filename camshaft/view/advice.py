@@ -29,6 +29,8 @@ MAX_CUT = 0.5
 MIN_CHANGE = 0.005
 """Relative change of the entropy, below which the policy is considered to be unchanged."""
 MIN_EFFECTIVE = 0.5
+MAX_PROBE_GAP = 0.1
+"""Nats per token between trainer and generator with the same weights. Rounding in bfloat16 causes up to 0.05."""
 MAX_GRADIENT = 20.0
 """Multiple of the median gradient norm of the run."""
 MAX_KL = 1.0
@@ -278,12 +280,23 @@ def _cut(run: RunFolder, now: float) -> str | None:
 
 def _mismatch(run: RunFolder, now: float) -> str | None:
     share, gap = _recent(run, "rollout/effective_sample_share"), _recent(run, "rollout/log_prob_diff_mean")
+    probe = _recent(run, "async/probe_log_prob_diff_mean")
+    if probe is not None and probe > MAX_PROBE_GAP:
+        return (
+            f"With the same weights, the log-probs of trainer and generator differ by {format_number(probe)} per "
+            "token, which is not due to the age of the responses. The generator may have other weights or another "
+            "number format: see docs/mismatch.md, and run `camshaft parity`."
+        )
     if share is None or share >= MIN_EFFECTIVE:
         return None
     if staleness := _recent(run, "async/staleness_max"):
+        of_probe = (
+            "" if probe is None else f" With the same weights, the log-probs differ by {format_number(probe)} only."
+        )
         return (
             f"The responses are from weights that are up to {format_number(staleness)} versions old, and only "
             f"{share:.0%} of them are effective for the current ones. Lower max_staleness or the learning rate."
+            f"{of_probe}"
         )
     return (
         f"The log-probs of trainer and generator differ by {format_number(gap or 0)} per token, and only {share:.0%} "

@@ -56,6 +56,7 @@ ROWS = {
         Panel("Effective samples", (r"rollout/effective_sample_share",)),
         Panel("Age of the responses", (r"async/staleness_(mean|max)",)),
         Panel("Log-prob gap by age", (r"async/age_\d+_log_prob_diff_mean",)),
+        Panel("Log-prob gap at equal weights", (r"async/probe_log_prob_diff_mean",)),
         Panel("Length of generated and learned responses", (r"async/(generated|learned)_length/(mean|p90)",)),
     ),
     "Time": (

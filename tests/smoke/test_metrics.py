@@ -95,7 +95,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     }
     runs = (everything, little, filtered, greedy, routed, selecting, ranged, bypassing, episodes)
     ppo = [step for overrides in runs for step in run_ppo(folder, overrides, 1)]
-    ppo += run_ppo(folder, {"async_training.max_staleness": 1, f"{correction}.bypass_mode": True}, 2)
+    ppo += run_ppo(folder, {"async_training.max_staleness": 1, f"{correction}.bypass_mode": True}, 3)
     names = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, make_args, rows in (("sft", sft_args, "sft_heldout"), ("rm", rm_args, "preference_heldout")):
         short = {

@@ -8,13 +8,17 @@ import os
 import random
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.reshard import Snapshot
 from camshaft.roles import ActorRolloutRefWorker, RolloutWorker
+from camshaft.rollout.builtin.rollout import TorchRollout
 from support.even_digits import compute_score as count_even_digits
 
 SECONDS = "CAMSHAFT_TEST_DELAY"
@@ -82,3 +86,14 @@ def count_calls(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 DELAYED = {"actor_rollout_ref.worker_cls": f"{__name__}:{DelayedPolicy.__name__}"}
+
+
+class Inaccurate(TorchRollout):
+    """Computes with weights that are not those that it has received and verified."""
+
+    def weight_digests(self) -> Mapping[str, int]:
+        digests = dict(super().weight_digests())
+        with torch.no_grad():
+            for parameter in self.model.hf.parameters():
+                parameter.data = parameter.data * 1.02
+        return digests

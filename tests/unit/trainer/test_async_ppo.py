@@ -138,6 +138,11 @@ def test_a_pipeline_equals_its_synchronous_emulation(case: str, tmp_path: Path) 
         assert step.metrics["async/staleness_mean"] == step.metrics["async/staleness_max"] == age
         assert step.metrics[f"async/age_{age}_share"] == 1.0
         assert step.metrics["rollout/log_prob_diff_max"] < 1e-5 or age > 0
+    probes = [step.metrics.get("async/probe_version") for step in actual]
+    if "process" not in overrides.get(f"{ROLLOUT}.name", ""):  # which does not score
+        late = staleness + 1  # step b reports the probe of version b - 2 - k
+        assert probes == [None] * late + [float(version) for version in range(steps - late)]
+        assert max(step.metrics["async/probe_log_prob_diff_mean"] for step in actual[late:]) < 1e-5
     assert max(step.metrics["rollout/log_prob_diff_max"] for step in actual) > 1e-3  # the batches were stale
     assert actual[-1].metrics["async/batches_in_flight"] == 0
 
@@ -154,6 +159,14 @@ def test_the_estimated_policy_is_that_of_the_rollout_at_age_0(tmp_path: Path) ->
         age = int(step.metrics["async/staleness_max"])
         assert set(step.batch["policy_ages"].values.tolist()) == {age}
     assert not all(torch.equal(steps[2].actor[name], bypass[2].actor[name]) for name in steps[2].actor)
+
+
+def test_a_probe_shows_a_generator_that_differs(tmp_path: Path) -> None:
+    wrong = run_ppo(tmp_path, {**GRPO, STALENESS: 1, f"{ROLLOUT}.name": f"{delays.__name__}:Inaccurate"}, steps=4)
+    gaps = [step.metrics["async/probe_log_prob_diff_mean"] for step in wrong[2:]]
+    assert min(gaps) > 1e-3
+    right = run_ppo(tmp_path, {**GRPO, STALENESS: 1}, steps=4)[-1].metrics
+    assert right["async/probe_log_prob_diff_mean"] < 1e-5 < right["rollout/log_prob_diff_mean"]
 
 
 @pytest.mark.parametrize("bypass", [False, True])

@@ -63,7 +63,11 @@ def undisturbed(name: str) -> Path:
 def lines(run: Path) -> list[dict[str, float]]:
     """Return the metrics of the steps without those that a clock measures."""
     return [
-        {key: value for key, value in line.items() if not key.startswith((*MEASURED, "timing/"))}
+        {
+            key: value
+            for key, value in line.items()
+            if not key.startswith((*MEASURED, "timing/")) or key.startswith("async/probe")
+        }
         for line in read_metrics(run / "metrics.jsonl")
     ]
 

@@ -147,6 +147,26 @@ def test_advice_names_the_slow_rank(tmp_path: Path) -> None:
     assert "logs/rollout_rank3.log" in advice.text
 
 
+@pytest.mark.parametrize(("gap", "text"), [(1e-6, "Lower max_staleness"), (0.3, "see docs/mismatch.md")])
+def test_a_probe_tells_age_from_an_error_of_the_generator(gap: float, text: str, tmp_path: Path) -> None:
+    curves = {**BAD["Generator differs from trainer"], "async/staleness_max": lambda step: 2.0}
+    run = RunFolder(
+        make_run(tmp_path / "run", steps=40, curves=curves | {"async/probe_log_prob_diff_mean": lambda _: gap})
+    )
+    run.metrics.poll()
+    (advice,) = advise(run, 0.0)
+    assert advice.title == "Generator differs from trainer"
+    assert text in advice.text
+    assert f"differ by {gap:g}" in advice.text.replace("1.0e-06", "1e-06")
+
+
+def test_a_probe_is_read_although_all_samples_are_effective(tmp_path: Path) -> None:
+    probe = {"async/probe_log_prob_diff_mean": lambda step: 0.3, "async/staleness_max": lambda step: 1.0}
+    assert advice_on(make_run(tmp_path / "bad", steps=40, curves=probe)) == ["Generator differs from trainer"]
+    probe["async/probe_log_prob_diff_mean"] = lambda step: 0.04
+    assert advice_on(make_run(tmp_path / "good", steps=40, curves=probe)) == []
+
+
 SCORES = {f"critic/score/{name}": LOW for name in ("mean", "min", "max")}
 
 
