@@ -6,7 +6,9 @@ Lengths are lognormal with sigma 1, at most 16 medians. More answers than slots 
 refilled. Sides take turns within each round:
 
 - equal: all answers have the mean length
+- equal, longer: a quarter as many answers, all so long that a token needs as many positions as with the lengths
 - long-tailed: the lengths
+- small pages: the lengths, and no huge pages for the cache, so that unused positions need no memory
 - one class: the long-tailed lengths, with attention over as many positions as the longest live row has
 
 Numbers of positions are exact. The needed ones are those of each row itself; a decode step reads more of them. The size
@@ -16,7 +18,6 @@ of the cache is that of its pages in memory (Linux), and the needed size is that
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import mmap
 import statistics
@@ -37,18 +38,21 @@ from camshaft.models.loader import stored_weights
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.builtin import length_classes, scheduler
+from camshaft.rollout.builtin import kv_cache, length_classes, scheduler
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
 
 PROMPT = 16
+EXCLUSIVE = 56
+"""Flag of a page in /proc/self/pagemap that only one process maps."""
+LARGE = kv_cache.MAX_LARGE_PAGES
 EVERY = 32
 """Number of decode steps between two measurements of the memory, besides those with more positions than before."""
-SIDES = ("equal", "long-tailed", "one class")
+SIDES = ("equal", "equal, longer", "long-tailed", "small pages", "one class")
 
 HEADER = """\
-| answers | time per token | decode steps | positions read per needed one | needed positions per token |
-|---|---|---|---|---|"""
+| answers | time per token | steps | positions read per needed one | needed per token | cache / needed | needed |
+|---|---|---|---|---|---|---|"""
 
 
 class CountedStep(DecodeStep):
@@ -83,17 +87,20 @@ class Side:
 
 
 def resident(cache: KVCache) -> int:
-    """Return the size of the pages of the keys and values that are in memory."""
-    return sum(map(resident_bytes, itertools.chain(*cache.layers.values())))
+    """Return the size of the pages of the keys and values that have been written.
 
-
-def resident_bytes(tensor: torch.Tensor) -> int:
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - start
-    pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), pages):
-        raise OSError(ctypes.get_errno(), "mincore")
-    return int((torch.frombuffer(pages, dtype=torch.uint8) & 1).sum()) * mmap.PAGESIZE
+    The flag of a page that only this process maps is not set for the page of zeros, which is read where none is.
+    """
+    count = 0
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        for tensor in itertools.chain(*cache.layers.values()):
+            first, last = (
+                address // mmap.PAGESIZE for address in (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+            )
+            pages.seek(8 * first)
+            entries = torch.frombuffer(bytearray(pages.read(8 * (last + 1 - first))), dtype=torch.int64)
+            count += int((entries >> EXCLUSIVE & 1).sum())
+    return count * mmap.PAGESIZE
 
 
 def one_class(lengths: list[int]) -> tuple[list[LengthClass], list[int]]:
@@ -109,11 +116,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
     random = torch.Generator().manual_seed(1)
     tail = (torch.randn(arguments.answers * slots, generator=random).exp() * median).long().clamp(1, limit)
     equal = torch.full_like(tail, round(float(tail.float().mean())))
-    prompts = Ragged.from_rows([(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))])
+    longer = round(2 * float((tail * (tail - 1) / 2).sum() / tail.sum()))
+    lengths = {"equal": equal, "equal, longer": torch.full_like(tail[::4], longer)}
+    prompts = [(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))]
     sides = {name: Side([]) for name in SIDES}
     for number in range(arguments.rounds + 1):  # the first one warms up
         for name in SIDES[:: -1 if number % 2 else 1]:
-            rollout.limit_of = equal if name == "equal" else tail
+            rollout.limit_of = limits = lengths.get(name, tail)
             CountedStep.read = CountedStep.needed = CountedStep.peak = CountedStep.peak_needed = 0
             CountedStep.calls, CountedStep.measures = 0, number == 0  # the measurement takes time
             plan = one_class if name == "one class" else length_classes.plan
@@ -124,8 +133,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
             with (
                 mock.patch.object(scheduler, "DecodeStep", CountedStep),
                 mock.patch.object(length_classes, "plan", plan),
+                mock.patch.object(kv_cache, "MAX_LARGE_PAGES", 0 if name == "small pages" else LARGE),
             ):
-                out = rollout.generate_sequences(prompts, sampling, torch.arange(len(tail)))
+                rows = Ragged.from_rows(prompts[: len(limits)])
+                out = rollout.generate_sequences(rows, sampling, torch.arange(len(rows)))
             seconds = time.perf_counter() - start
             side, position = sides[name], sum(rollout.cache.position_bytes.values())
             side.tokens, side.steps = len(out.responses.values), out.metrics["decode_steps"]
@@ -139,6 +150,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
 
 def line(name: str, sides: dict[str, Side]) -> str:
     side = sides[name]
+    used = [f"{side.cache / side.needed_cache:.2f}", f"{side.needed_cache / 2**20:.0f} MiB"]
     ratios = [a / b for a, b in zip(side.seconds, sides["equal"].seconds, strict=True)]
     cells = [
         name,
@@ -146,6 +158,7 @@ def line(name: str, sides: dict[str, Side]) -> str:
         f"{side.steps:,.0f}",
         f"{side.read / side.needed:.2f}",
         f"{side.needed / side.tokens:.0f}",
+        *used,
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -164,7 +177,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, hidden=arguments.hidden, layers=arguments.layers, seed=3)
         sides = measure(Path(folder), arguments)
-    tail, whole = sides["long-tailed"], sides["one class"]
     text = f"""# Long-tailed lengths
 
 Time per sampled token relative to equal lengths, and positions of the KV cache that decode steps read: hidden size
@@ -176,8 +188,8 @@ a median of {arguments.median} tokens. Median of {arguments.rounds} rounds on on
 {HEADER}
 {chr(10).join(line(name, sides) for name in SIDES)}
 
-At its peak, the cache takes {tail.cache / tail.needed_cache:.2f} times the memory that the keys and values of live
-rows need at their peak, {tail.needed_cache / 2**20:.0f} MiB; with one class, {whole.cache / whole.needed_cache:.2f}.
+"needed" is the size of the keys and values of the live rows at their peak, and "cache / needed" that of the cache at
+its own, relative to it.
 """
     print(text)
     if arguments.out is not None:
