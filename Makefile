@@ -22,6 +22,7 @@
 # make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
 # make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
 # make test-tinker   camshaft serve with the Tinker SDK and recipes of its cookbook, in an environment of its own
+# make test-recipes  all recipes of the cookbook that need no network, sandbox or foreign judge
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -100,7 +101,7 @@ FAST = -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-tinker test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-tinker test-recipes test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -305,7 +306,10 @@ test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED) $(TRL_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m agents tests/agent_packages
 
 test-tinker: $(INSTALLED) $(TINKER_INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker_sdk
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "tinker and not recipes" tests/tinker_sdk
+
+test-recipes: $(INSTALLED) $(TINKER_INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker_sdk/test_recipes.py
 
 test-families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)

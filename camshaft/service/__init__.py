@@ -17,6 +17,7 @@ own; nothing in this package touches an engine or a rollout.
     futures.py       results that clients fetch
     models.py        models of clients, and the execution of their commands
     sampling.py      versions of weights, samplers, and batches of requests
+    scoring.py       log-probs that requests for samples ask for
     keys.py          API keys
     checkpoints.py   names, paths and folders of saved weights
     store.py         the log: sessions, commands and results in an SQLite database

@@ -14,6 +14,7 @@ it, which is not a violation.
     losses.py     log-probs, and values and gradients of losses
     updates.py    gradients, optimizer steps and adapters
     order.py      order, repetitions, lost answers, gaps and failed commands
-    sampling.py   samples, stops, versions, and log-probs of prompts
+    sampling.py   samples, stops and versions
+    scoring.py    log-probs of prompts, and of tokens that were not sampled
     states.py     saved weights, several clients, and the restart of the server
 """
