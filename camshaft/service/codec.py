@@ -30,6 +30,8 @@ DTYPES: dict[int, Any] = {
     messages.NUMBERS["DTYPE_INT64"]: np.dtype("<i8"),
     messages.NUMBERS["DTYPE_INT32"]: np.dtype("<i4"),
 }
+TOKEN_BYTES = 4
+"""Size of a token of a prompt."""
 REFUSED_LOSSES = {
     "stable_reinforce": "its formula is not public; set loss_fn=importance_sampling or loss_fn=ppo in the script",
     "custom": "losses are not traced on the server; call forward_backward_custom, which computes them in the script",
@@ -83,6 +85,12 @@ def read_rows(request: Any, loss: TokenLoss, limits: Limits) -> DataProto:
         for name, values in _read_columns(given, loss, len(inputs), where).items():
             columns[name].append(torch.from_numpy(np.insert(values, 0, 0)))
     return DataProto.from_dict({name: Ragged.from_rows(rows) for name, rows in columns.items()})
+
+
+def count_tokens(request: Any) -> int:
+    """Return the number of tokens in the datums of a request, which may be invalid; at least 1."""
+    chunks = (chunk for datum in request.data for chunk in datum.model_input)
+    return max(1, sum(len(chunk.encoded_text.tokens) for chunk in chunks) // TOKEN_BYTES)
 
 
 def _read_inputs(datum: Any, where: str, limits: Limits) -> np.ndarray:

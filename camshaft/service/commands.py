@@ -7,7 +7,9 @@
 A client numbers the commands of a model 1, 2, 3, ... and sends several at once; the SDK sends the first chunk of a
 batch last. A command is queued when all commands with smaller numbers have been queued. The queue executes jobs one
 after the other. Sessions take turns, so a client waits for one job of each other client, however many they have queued.
-Jobs with the same `batch` key, which requests for samples have, are executed together.
+A turn may have several training commands if all of them together have no more tokens than the largest one that another
+session waits for: a client with short commands then gets as many tokens as one with long commands. Jobs with the same
+`batch` key, which requests for samples have, are executed together, the oldest ones first.
 
 A command is in the log of the server (store.py) before its request is answered, and so is its result before a client
 gets it. A server that is started again therefore continues where the log ends.
@@ -53,6 +55,8 @@ class Job:
     batch: Hashable | None = None
     """Jobs with the same key are executed together. None: alone."""
     num_rows: int = 1
+    num_tokens: int | None = None
+    """Number of tokens of a training command. None: the job is a turn of its own."""
     keeps_content: bool = False
     """True for a command that is executed again when its model is restored, so that the log keeps its body."""
     give_up: Callable[[str], Result] | None = None
@@ -76,6 +80,8 @@ class JobQueue:
         self.times = SessionTimes()
         self._jobs: dict[str, deque[Job]] = {}
         """Jobs by session. The first session has the next turn."""
+        self._turn, self._num_tokens = "", 0
+        """Session that had the last job, and the tokens of its turn so far."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._execute_all, name="commands", daemon=True)
@@ -126,9 +132,11 @@ class JobQueue:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return []
-            session = next(iter(self._jobs))
-            self._jobs[session] = self._jobs.pop(session)  # which then has the last turn
-            first = self._jobs[session][0]
+            if not self._continues_turn():
+                self._turn, self._num_tokens = next(iter(self._jobs)), 0
+                self._jobs[self._turn] = self._jobs.pop(self._turn)  # which then has the last turn
+            first = self._jobs[self._turn][0]
+            self._num_tokens += first.num_tokens or 0
             batch = [first] if first.batch is None else self._gathered(first)
             for job in batch:
                 jobs = self._jobs[job.future.session]
@@ -137,11 +145,19 @@ class JobQueue:
                     del self._jobs[job.future.session]
             return batch
 
+    def _continues_turn(self) -> bool:
+        """Return True if the next job of the session that had the last one belongs to the same turn."""
+        if not self._num_tokens or self._turn not in self._jobs:
+            return False
+        num_tokens = self._jobs[self._turn][0].num_tokens
+        others = (jobs[0].num_tokens or 0 for session, jobs in self._jobs.items() if session != self._turn)
+        return num_tokens is not None and self._num_tokens + num_tokens <= max(others, default=0)
+
     def _gathered(self, first: Job) -> list[Job]:
-        """Return the jobs of the batch of a job, from all sessions."""
+        """Return the jobs of the batch of a job, from all sessions, the oldest ones first."""
         self._gather()
         batch, num_rows = [first], first.num_rows
-        for job in itertools.chain(*self._jobs.values()):
+        for job in sorted(itertools.chain(*self._jobs.values()), key=lambda job: job.future.age):
             if job is not first and job.batch == first.batch and num_rows + job.num_rows <= MAX_ROWS:
                 batch.append(job)
                 num_rows += job.num_rows

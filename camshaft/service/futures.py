@@ -5,6 +5,7 @@ future.resolve(Result.of_json({"path": path}))
 futures.find(identifier).wait(20.0)                    # None while it is pending
 """
 
+import itertools
 import json
 import secrets
 import threading
@@ -46,12 +47,17 @@ class Result:
         return Result(json.dumps({"error": message, "category": category}).encode(), has_failed=True)
 
 
+_AGES = itertools.count()
+
+
 class Future:
     """The result of one command, or of one request for samples."""
 
     def __init__(self, session: str, key: tuple[str, int] | None = None, identifier: str | None = None):
         self.identifier = identifier or secrets.token_hex(16)
         self.session = session
+        self.age = next(_AGES)
+        """Position in the order in which futures were created."""
         self.key = key
         """Model or sampler, and number, of its entry in the log. None for the server's own jobs."""
         self.fetched_at: float | None = None

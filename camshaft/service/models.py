@@ -99,6 +99,8 @@ class Operation:
     """Called in its place, with the reason."""
     replay: Callable[[], Result | None] | None = None
     """Called to restore a model. Return the result, or None if it is not compared. None: the command is left out."""
+    num_tokens: int | None = None
+    """Number of tokens of a training command."""
 
 
 class Model:
@@ -281,7 +283,8 @@ class Model:
             abandon(reason)
             return Result.of_error("server", reason)
 
-        job = Job(future, execute, keeps_content=operation.replay is not None, give_up=give_up)
+        keeps_content, num_tokens = operation.replay is not None, operation.num_tokens
+        job = Job(future, execute, keeps_content=keeps_content, num_tokens=num_tokens, give_up=give_up)
         return Command(job, abandon)
 
     def _operation(self, entry: Entry) -> Operation:
@@ -321,7 +324,7 @@ class Model:
                 self._failure = self._failure or reason
             return Result.of_error("user", reason)
 
-        return Operation(run, fail, None if request.forward_only else run)
+        return Operation(run, fail, None if request.forward_only else run, codec.count_tokens(request))
 
     def _step(self, number: int, request: schemas.OptimStep) -> Operation:
         """Apply the gradients, unless a part of them is missing."""

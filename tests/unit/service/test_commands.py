@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from camshaft.errors import WorkerError
+from camshaft.service import commands
 from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_of
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
@@ -139,6 +141,40 @@ def test_sessions_take_turns(queue: JobQueue) -> None:
     assert all(job.future.wait(30.0) for job in jobs)
     assert ["aaaabbcaa"[number] for number in done] == list("abcabaaaa")
     assert [number for number in done if number not in (4, 5, 6)] == [0, 1, 2, 3, 7, 8]
+
+
+def test_turns_of_short_commands_have_as_many_tokens_as_long_ones(queue: JobQueue) -> None:
+    """Commands of a have 100 tokens. In the same time, b runs up to 100 tokens, and c, which only saves, one job."""
+    done: list[int] = []
+    sessions = "aaabbbbbbbcc"
+    tokens = [100, 100, 100, 40, 40, 40, 60, 40, None, 40, None, None]
+    jobs = [
+        replace(recorded_job(number, done, Future(session)), num_tokens=count)
+        for number, (session, count) in enumerate(zip(sessions, tokens, strict=True))
+    ]
+    for job in jobs:
+        queue.put(job)
+    queue.start()
+    assert all(job.future.wait(30.0) for job in jobs)
+    # b: 40 + 40; then 40 + 60; then 40; its next job has no tokens, and is a turn of its own.
+    assert done == [0, 3, 4, 10, 1, 5, 6, 11, 2, 7, 8, 9]
+
+
+def test_a_batch_takes_the_oldest_jobs_first(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_ROWS", 3)
+    batches: list[str] = []
+
+    def execute(jobs: Sequence[Job]) -> list[Result]:
+        batches.append("".join(job.future.session for job in jobs))
+        return [Result.of_json({})] * len(jobs)
+
+    futures = {session: [Future(session) for _ in range(2)] for session in "cab"}
+    jobs = [Job(future, execute, batch="v1") for session in "abc" for future in futures[session]]
+    for job in jobs:
+        queue.put(job)
+    queue.start()
+    assert all(job.future.wait(30.0) for job in jobs)
+    assert batches == ["acc", "bab"]
 
 
 def test_a_batch_takes_jobs_of_all_sessions(queue: JobQueue) -> None:
