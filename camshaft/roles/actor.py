@@ -23,7 +23,6 @@ from camshaft.algorithms import (
     entropy_loss,
     full_kl_loss,
     gpg_loss,
-    interpolated_log_probs,
     kl_loss,
 )
 from camshaft.algorithms.losses import LossAndMetrics
@@ -92,8 +91,7 @@ class ActorWorker(TrainedRole):
             columns.append("ref_log_prob")
         if self.correction.needs_mean_weight():
             columns.append("rollout_is_mean")
-        if self.correction.interpolates():
-            columns.append("policy_ages")
+        columns += ["policy_ages"] * self.correction.interpolates()
         if self.correction.is_enabled():
             columns += ["rollout_is_weights"] * (self.correction.rollout_is is not None)
             columns += ["rollout_rs_mask"] * bool(self.correction.rollout_rs)
@@ -206,11 +204,8 @@ class ActorWorker(TrainedRole):
         """Compute the policy loss and its metrics, with rollout correction."""
         weights = data["rollout_is_weights"].values if "rollout_is_weights" in data else None
         corrections: dict[str, Tensor] = {}
-        train = log_probs
-        if self.correction.interpolates():
-            train = old = interpolated_log_probs(log_probs, old, data["policy_ages"].values)
         if self.bypass is not None:
-            counts, weights, corrections = self.bypass.apply(train, data, counts)
+            old, counts, weights, corrections = self.bypass.apply(log_probs, data, counts)
         options = {"weights": weights} if self.select is None else self.select(data, weights)
         result = self.policy_loss(log_probs, old, data["advantages"].values, counts, **options)
         loss, metrics = _checked_loss(self.actor.policy_loss.loss_mode, result)

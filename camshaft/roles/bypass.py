@@ -1,7 +1,7 @@
 """Rollout correction in bypass mode, in which the loss compares the current policy with the rollout.
 
     bypass = BypassCorrection.of(config.algorithm.rollout_correction)
-    counts, weights, metrics = bypass.apply(log_probs, data, counts)
+    old_log_probs, counts, weights, metrics = bypass.apply(log_probs, data, counts)
 
 The old log-probs are those of the rollout, so the difference from the current policy is known only in the update. A
 token that is rejected has no policy loss, but remains in the counts of its mini-batch.
@@ -12,7 +12,7 @@ from typing import Self
 
 from torch import Tensor
 
-from camshaft.algorithms import Counts, accept_tokens, aggregate, importance_weights
+from camshaft.algorithms import Counts, accept_tokens, aggregate, importance_weights, interpolated_log_probs
 from camshaft.config import RolloutCorrectionConfig
 from camshaft.dataproto import DataProto
 
@@ -29,12 +29,20 @@ class BypassCorrection:
         applies = correction.bypass_mode and (correction.is_weighted_in_update() or correction.rollout_rs)
         return cls(correction) if applies else None
 
-    def apply(self, train: Tensor, data: DataProto, counts: Counts) -> tuple[Counts, Tensor | None, dict[str, Tensor]]:
-        """Return the counts without rejected tokens, the weights, and metrics (as shares), for a micro-batch.
+    def apply(
+        self, log_probs: Tensor, data: DataProto, counts: Counts
+    ) -> tuple[Tensor, Counts, Tensor | None, dict[str, Tensor]]:
+        """Return what a policy loss reads of a micro-batch.
 
-        `train` has the log-probs that are compared with those of the rollout.
+        These are the log-probs to which the ratio refers, the counts without rejected tokens, the weights, and metrics
+        (as shares). With `loss_type=interpolated`, the ratio refers to the estimated policy before the update, and
+        weights and rules compare it with the rollout. Otherwise, the current policy is compared with the rollout.
         """
-        flat = (train.detach(), data["old_log_probs"].values, counts.mask, counts.lengths)
+        train, old = log_probs.detach(), data["old_log_probs"].values
+        flat = (train, old, counts.mask, counts.lengths)
+        if self.correction.interpolates():
+            estimate = interpolated_log_probs(train, old, data["policy_ages"].values)
+            flat, old = (estimate, *flat[1:]), estimate
         weights, metrics = None, dict[str, Tensor]()
         if self.correction.is_weighted_in_update():
             assert self.correction.rollout_is is not None
@@ -51,4 +59,4 @@ class BypassCorrection:
                 metrics[f"rollout_rs_{rule}_masked_fraction"] = aggregate((~kept).float(), counts, "token-mean")
         if rules:
             metrics["rollout_rs_masked_fraction"] = aggregate((~accepted).float(), counts, "token-mean")
-        return replace(counts, mask=accepted), weights, metrics
+        return old, replace(counts, mask=accepted), weights, metrics

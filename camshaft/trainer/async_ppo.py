@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from camshaft.algorithms import interpolated_log_probs
 from camshaft.checkpoint import SavedCheckpoint, in_flight
 from camshaft.config.backends import rollout_capabilities
 from camshaft.controller import Pending
@@ -168,6 +169,10 @@ class AsyncPPOTrainer(PPOTrainer):
             self.probes.start(self.global_step, batch)
         metrics = super().compare(batch) | mismatch_by_age(batch, ages)
         if correction.bypass_mode and correction.rollout_rs:  # the update rejects tokens, here of its first mini-batch
+            if correction.interpolates():
+                train, rollout = batch.ragged("old_log_probs"), batch["rollout_log_probs"].values
+                estimate = interpolated_log_probs(train.values, rollout, ages.values)
+                batch = batch.with_columns(old_log_probs=train.like(estimate))
             batch = batch.union(compute_corrections(batch, correction)[0].select("rollout_rs_mask"))
         return metrics | learned_lengths(batch)
 

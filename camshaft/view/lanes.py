@@ -7,6 +7,7 @@ Before, it published weights and waited; afterwards, it learned. `timing/generat
 batch. The clocks are those of the machines of the driver and of the rollout.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -69,15 +70,21 @@ def _steps(run: RunFolder) -> dict[int, dict[str, float]]:
 
 
 def _trainer(steps: Mapping[int, Mapping[str, float]]) -> Iterator[Span]:
+    begins = {step: values["timing/received"] - _ahead(values) for step, values in steps.items()}
     for step, values in steps.items():
         received, waited, synced = values["timing/received"], values["timing_s/gen"], values["timing_s/sync"]
-        version = step - 1
-        begin, wait = received - waited - synced, received - waited
-        yield Span(begin, wait, "publish", step, "", f"publishes version {version} for {synced:.3g} s")
-        yield Span(wait, received, "wait", step, "", f"waits {waited:.3g} s for batch {step}")
-        end = begin + values["timing_s/step"]
+        begin, version = begins[step], step - 1
+        yield Span(begin, begin + synced, "publish", step, "", f"publishes version {version} for {synced:.3g} s")
+        yield Span(begin + synced, received, "wait", step, "", f"waits {waited:.3g} s for batch {step}")
+        # The duration of the step includes the time to send batches, which neither phase covers.
+        end = max(received, min(begin + values["timing_s/step"], begins.get(step + 1, math.inf)))
         learned = f"step {step} trains version {version} on batch {step} for {end - received:.3g} s"
-        yield Span(received, max(received, end), "learn", step, f"{step}", learned)
+        yield Span(received, end, "learn", step, f"{step}", learned)
+
+
+def _ahead(values: Mapping[str, float]) -> float:
+    """Return the seconds from the start of a step until it had its batch."""
+    return values["timing_s/gen"] + values["timing_s/sync"]
 
 
 def _generator(steps: Mapping[int, Mapping[str, float]]) -> Iterator[Span]:

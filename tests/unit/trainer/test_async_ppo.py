@@ -169,11 +169,15 @@ def test_a_probe_shows_a_generator_that_differs(tmp_path: Path) -> None:
     assert right["async/probe_log_prob_diff_mean"] < 1e-5 < right["rollout/log_prob_diff_mean"]
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-def test_learned_lengths_are_those_of_accepted_rows(bypass: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss_type", ["", "ppo_clip", "interpolated"])
+def test_learned_lengths_are_those_of_accepted_rows(loss_type: str, tmp_path: Path) -> None:
+    bypass = bool(loss_type)
     keys = {**GRPO, f"{CORRECTION}.rollout_rs": "seq_mean_k3", f"{CORRECTION}.bypass_mode": bypass, STALENESS: 1}
+    if loss_type == "interpolated":
+        keys |= {f"{CORRECTION}.loss_type": loss_type, f"{CORRECTION}.rollout_is": "token"}
     free = run_ppo(tmp_path, {**keys, f"{CORRECTION}.rollout_rs_threshold": "10.0"}, steps=2)[1]
-    limit = str(free.metrics["rollout/kl_k3"])  # the mean over the tokens, which some rows exceed
+    mean = free.metrics["rollout/kl_k3"]  # over the tokens, which some rows exceed
+    limit = str(mean / 4 if loss_type == "interpolated" else mean)  # half of the difference has a quarter of the k3
     step = run_ppo(tmp_path, {**keys, f"{CORRECTION}.rollout_rs_threshold": limit}, steps=2)[1]
     assert free.metrics["async/learned_length/mean"] == free.metrics["async/generated_length/mean"]
     lengths = step.batch.ragged("responses").lengths
