@@ -107,7 +107,12 @@ _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
 _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
 HF = RolloutCapabilities(
-    OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING, continues_rows=True, scores_prompts=True
+    OneDeviceOptions,
+    reads=frozenset(),
+    sampling=_ALL_SAMPLING,
+    continues_rows=True,
+    scores_prompts=True,
+    scores_candidates=True,
 )
 PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch", continues_rows=True)
 _GPU_MEMORY = frozenset({"gpu_memory_utilization"})
@@ -123,6 +128,7 @@ TORCH = RolloutCapabilities(
     continues_rows=True,
     keeps_rows=True,
     scores_prompts=True,
+    scores_candidates=True,
     generates_packed=True,
     supports_routed_experts=True,
 )
@@ -132,6 +138,7 @@ VLLM = RolloutCapabilities(
     reads=_LIBRARY_KEYS,
     accelerator_keys=_GPU_MEMORY,
     sampling=_ALL_SAMPLING,
+    scores_prompts=True,
     supports_adapter=True,
 )
 

@@ -92,6 +92,12 @@ class SamplingParams:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
+    @property
+    def is_plain(self) -> bool:
+        """True if log-probs are those of the model at temperature 1, as with greedy decoding, without penalties."""
+        keeps_all = self.temperature == 1 and self.top_k < 1 and self.top_p == 1
+        return not self.optional() and (self.greedy or keeps_all)
+
     def restrict(self, logits: Tensor) -> Tensor:
         """Return the scores (B, V) whose softmax is the distribution of log-probs, without penalties."""
         if self.greedy:
@@ -292,8 +298,9 @@ class BaseRollout(ABC):
         of the prompts, also returns the log-probs of these ids in place of the token. Log-probs refer to the
         distribution of the model at temperature 1; with `sampling`, they refer to that of samples with these options,
         whose log-probs they equal up to rounding. `max_tokens` and stops have no effect, and penalties are rejected.
+        A rollout may reject other options than temperature 1 with `UnsupportedSampling`.
 
-        This is called only if `capabilities.scores_prompts` is set.
+        This is called only if `capabilities.scores_prompts` is set. `candidates` require `scores_candidates`.
         """
         raise RolloutError(
             f"{type(self).__name__} does not return the log-probs of given tokens; use a rollout whose capabilities "
@@ -364,6 +371,11 @@ class BaseRollout(ABC):
                 )
         _check_token_ids(prompts, num_embeddings, "encode the prompt with the tokenizer of this model")
 
+    @property
+    def max_scored_tokens(self) -> int:
+        """Maximum number of tokens of a prompt that `score` accepts."""
+        return self.config.max_model_len
+
     def check_scoring(
         self,
         prompts: Ragged,
@@ -372,11 +384,16 @@ class BaseRollout(ABC):
         sampling: SamplingParams | None,
         num_embeddings: int,
     ) -> None:
-        """Raise `RolloutError` if the arguments of `score` are invalid. A prompt may have `max_model_len` tokens."""
-        self._check_prompts(prompts, self.config.max_model_len, num_embeddings)
+        """Raise `RolloutError` if the arguments of `score` are invalid or unsupported."""
+        self._check_prompts(prompts, self.max_scored_tokens, num_embeddings)
         if not 0 <= top_k <= num_embeddings:
             raise RolloutError(f"top_k={top_k} is not from 0 to {num_embeddings}, the number of token ids of the model")
         if candidates is not None:
+            if not self.capabilities.scores_candidates:
+                raise RolloutError(
+                    f"{type(self).__name__} does not return the log-probs of candidates; leave them out, or use a "
+                    "rollout whose capabilities declare scores_candidates, such as torch"
+                )
             if not torch.equal(candidates.lengths, prompts.lengths) or candidates.values.ndim != 2:
                 raise RolloutError(
                     f"candidates has rows of {candidates.lengths.tolist()} tokens and values of shape "

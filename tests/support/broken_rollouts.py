@@ -444,6 +444,15 @@ class ScoresUndeclared(TorchRollout):
     capabilities = replace(TORCH, scores_prompts=False)
 
 
+class ScoresUndeclaredCandidates(TorchRollout):
+    """Accept candidates without declaring them."""
+
+    capabilities = replace(TORCH, scores_candidates=False)
+
+    def check_scoring(self, prompts: Ragged, top_k: int, candidates: Ragged | None, *arguments: Any) -> None:
+        super().check_scoring(prompts, top_k, None, *arguments)
+
+
 class ScoresWithoutOptions(TorchRollout):
     """Ignore the sampling options of scores."""
 
@@ -509,7 +518,8 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     ),
     KeepsRowsOfOldWeights: "new weights end kept rows",
     **dict.fromkeys(
-        (ScoresTheNextToken, ScoresOtherRows, RanksAscending, ScoresUnnamedCandidates, ScoresUndeclared),
+        (ScoresTheNextToken, ScoresOtherRows, RanksAscending, ScoresUnnamedCandidates, ScoresUndeclared,
+         ScoresUndeclaredCandidates),
         "scores match transformers",
     ),
     ScoresWithoutOptions: "scores and samples agree",

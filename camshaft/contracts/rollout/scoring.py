@@ -27,8 +27,8 @@ from camshaft.rollout.scoring import PromptScores
 TOP_K = 5
 AGREEMENT = 1e-5
 """Allowed difference of the log-probs that `score` and `generate_sequences` return for a token in float32."""
-LENGTHS = (9, 1, 30, 2, 17, 9, 96)
-"""Lengths of the prompts; the last one is `max_model_len`."""
+LENGTHS = (9, 1, 30, 2, 17, 9)
+"""Lengths of the prompts, beside one of the maximum length."""
 SAMPLINGS = (
     SamplingParams(12, ignore_eos=True),
     SamplingParams(12, temperature=0.6),
@@ -44,18 +44,26 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
 def scores_match_transformers(harness: RolloutHarness) -> None:
     """`score` returns the log-prob of each token of a prompt given those before it, the most probable tokens of each
     position, and the log-probs of candidates. They equal those of transformers in float64, also in several model calls
-    and for a prompt of max_model_len tokens. The first token of a prompt has none. This applies if the rollout declares
-    `scores_prompts`; others reject `score`."""
-    case, prompts = harness.case(max_num_batched_tokens=48), harness.prompts(*LENGTHS)
+    and for a prompt of the maximum length. The first token of a prompt has none. This applies if the rollout declares
+    `scores_prompts`, and to candidates if it declares `scores_candidates`; others reject them."""
+    case = harness.case(max_num_batched_tokens=48)
+    prompts = harness.prompts(*LENGTHS, case.rollout.max_scored_tokens)
     if not case.rollout.capabilities.scores_prompts:
         expect_rollout_error(
             lambda: case.rollout.score(prompts), "scores_prompts", "score was accepted, but is not declared"
         )
         return
     candidates = prompts.map(lambda ids: torch.stack([ids, (ids * 7 + 5) % 100, torch.full_like(ids, -1)], dim=1))
-    scores = case.rollout.score(prompts, TOP_K, candidates)
+    scores = case.rollout.score(prompts, TOP_K)
     _check_scores(harness, case, prompts, scores)
-    _check_candidates(harness, case, prompts, candidates, scores)
+    if case.rollout.capabilities.scores_candidates:
+        scores = case.rollout.score(prompts, TOP_K, candidates)
+        _check_scores(harness, case, prompts, scores)
+        _check_candidates(harness, case, prompts, candidates, scores)
+    else:
+        expect_rollout_error(
+            lambda: case.rollout.score(prompts, TOP_K, candidates), "scores_candidates", "candidates were accepted"
+        )
     plain = case.rollout.score(prompts)
     _expect_equal(plain.log_probs, scores.log_probs, "log-probs with and without top_k and candidates")
     expect(plain.top_tokens is None and plain.candidate_log_probs is None, "columns that were not requested came")
@@ -152,19 +160,24 @@ def invalid_scores_are_rejected(harness: RolloutHarness) -> None:
     """`score` rejects empty and overlong prompts, unknown token ids, a top_k outside the vocabulary, candidates that do
     not match the prompts, and penalties, with errors that contain the value. This applies if the rollout declares
     `scores_prompts`."""
-    case, prompts = harness.case(max_model_len=16), harness.prompts(4, 16)
+    case = harness.case(max_model_len=16)
+    longest = case.rollout.max_scored_tokens
+    prompts = harness.prompts(4, longest)
     if not case.rollout.capabilities.scores_prompts:
         return
     score, unknown = case.rollout.score, prompts.map(lambda ids: torch.full_like(ids, 2**20))
     wrong = prompts.map(lambda ids: ids[:, None]).select([1, 0])
     actions: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: score(harness.prompts(4, 17)), "17 tokens"),
+        (lambda: score(harness.prompts(4, longest + 1)), f"{longest + 1} tokens"),
         (lambda: score(harness.prompts(4, 0)), "row 1 has an empty prompt"),
         (lambda: score(unknown), str(2**20)),
         (lambda: score(prompts, top_k=-1), "top_k=-1"),
         (lambda: score(prompts, top_k=2**20), str(2**20)),
         (lambda: score(prompts, candidates=wrong), "candidates"),
-        (lambda: score(prompts, candidates=unknown.map(lambda ids: ids[:, None])), str(2**20)),
+        (
+            lambda: score(prompts, candidates=unknown.map(lambda ids: ids[:, None])),
+            str(2**20) if case.rollout.capabilities.scores_candidates else "candidates",
+        ),
         (lambda: score(prompts, sampling=replace(SAMPLINGS[0], presence_penalty=0.5)), "presence_penalty=0.5"),
     )
     for number, (action, phrase) in enumerate(actions):

@@ -49,6 +49,7 @@ class VLLMEngine:
         self._adapters = 0
         self._adapter: Any = None
         arguments = engine_arguments(config) | _rank_arguments(config) | adapter_arguments(config)
+        arguments["max_logprobs"] = -1  # `score` limits top_k itself
         reject_reserved(config.engine_kwargs, arguments)
         with startup_environment(config.device):
             vllm = import_vllm()
@@ -186,17 +187,44 @@ class VLLMEngine:
             ]
         except Exception as error:  # vLLM raises its own types
             raise RolloutError(f"vLLM {self.version} rejected the sampling options: {error}") from error
-        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        return [_to_response(output) for output in self._run([request.prompt for request in requests], params)]
+
+    def score(self, prompts: Sequence[list[int]], top_k: int) -> list[tuple[Tensor, Tensor]]:
+        """Return token ids and log-probs (T, 1 + k) for each prompt: those of its tokens, and of the most likely ones.
+
+        Those of a first token are -1 and NaN.
+        """
+        self._check_usable()
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        params: Any = vllm.SamplingParams(  # pyright: ignore[reportAttributeAccessIssue]
+            max_tokens=1, detokenize=False, prompt_logprobs=top_k, flat_logprobs=True
+        )
+        scored = [prompt for prompt in prompts if len(prompt) > 1]
+        outputs = iter(self._run(scored, params) if scored else [])
+        rows = list[tuple[Tensor, Tensor]]()
+        for prompt in prompts:
+            ids = torch.full((len(prompt), 1 + top_k), -1)
+            log_probs = torch.full(ids.shape, torch.nan)
+            if len(prompt) > 1:
+                columns = next(outputs).prompt_logprobs
+                ids[1:] = torch.tensor(columns.token_ids).view(-1, 1 + top_k)
+                log_probs[1:] = torch.tensor(columns.logprobs).view(-1, 1 + top_k)
+            rows.append((ids, log_probs))
+        return rows
+
+    def _run(self, prompts: Sequence[list[int]], params: Any) -> list[Any]:
+        """Return vLLM's output for each prompt. `params` are the same for all, or a list."""
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         try:
             # vLLM seeds the global random state with the seed of each row.
             with preserve_random_state(self._config.device):
-                outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
+                return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 raise RolloutError(f"vLLM {self.version} failed while generating: {self._failed}") from error
             raise
-        return [_to_response(output) for output in outputs]
 
     def _check_usable(self) -> None:
         if self._failed:

@@ -12,7 +12,7 @@ each rank keeps the responses to its own prompts. If `config.lora` is set, `load
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import file_layout
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import Generation, OpenRows, SamplingParams
+from camshaft.rollout.base import Generation, OpenRows, SamplingParams, UnsupportedSampling, check_finite
 from camshaft.rollout.external import RowRequest
+from camshaft.rollout.scoring import PromptScores
 from camshaft.rollout.vllm.base import BaseVLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
 from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicates, split_stacked
@@ -123,6 +124,34 @@ class VLLMRollout(BaseVLLMRollout):
         assert rows is not None
         return rows.complete(self.build_generation(rows, responses, time.perf_counter() - start))
 
+    @property
+    def max_scored_tokens(self) -> int:
+        return self.config.max_model_len - 1  # vLLM generates at least one token
+
+    def score(
+        self,
+        prompts: Ragged,
+        top_k: int = 0,
+        candidates: Ragged | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PromptScores:
+        requests: list[RowRequest] = []
+        error: RolloutError | None = None
+        try:
+            self.check_ready()
+            self.check_scoring(prompts, top_k, candidates, sampling, self.hf_config.get_text_config().vocab_size)
+            if sampling is not None and not sampling.is_plain:
+                raise UnsupportedSampling(
+                    f"vLLM returns the log-probs of given tokens at temperature 1 only, got {sampling}; leave sampling "
+                    "out, or use rollout.name=torch"
+                )
+            requests = [RowRequest(row.tolist(), 1, 0) for row in prompts.rows()]
+        except RolloutError as caught:
+            error = caught
+        all_requests, local_rows = self._gather(requests, error)
+        rows = self.engine.score([request.prompt for request in all_requests], top_k)[local_rows]
+        return _to_scores(rows, top_k, prompts.values.device)
+
     def _gather(self, requests: list[RowRequest], error: RolloutError | None) -> tuple[list[RowRequest], slice]:
         """Return the rows of all ranks that share this engine, and the slice with the rows of this rank.
 
@@ -143,6 +172,16 @@ class VLLMRollout(BaseVLLMRollout):
         counts = [len(rows) for rows, _ in gathered]
         start = sum(counts[: dist.get_rank(group)])
         return [row for rows, _ in gathered for row in rows], slice(start, start + len(requests))
+
+
+def _to_scores(rows: Sequence[tuple[Tensor, Tensor]], top_k: int, device: torch.device) -> PromptScores:
+    """Return the scores of rows, given token ids and log-probs (T, 1 + k): those of the token, and the best ones."""
+    log_probs = Ragged.from_rows([values[:, 0] for _, values in rows], torch.float32)
+    check_finite(Ragged.from_rows([values[1:, 0] for _, values in rows], torch.float32))
+    if not top_k:
+        return PromptScores(log_probs).to(device)
+    ids, values = (Ragged.from_rows([pair[column][:, 1:] for pair in rows]) for column in (0, 1))
+    return PromptScores(log_probs, ids, values).to(device)
 
 
 def _check_ranks(tensor_parallel_size: int) -> None:
