@@ -117,12 +117,14 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
     tail = (torch.randn(arguments.answers * slots, generator=random).exp() * median).long().clamp(1, limit)
     equal = torch.full_like(tail, round(float(tail.float().mean())))
     longer = round(2 * float((tail * (tail - 1) / 2).sum() / tail.sum()))
-    lengths = {"equal": equal, "equal, longer": torch.full_like(tail[::4], longer)}
+    lengths: dict[str, torch.Tensor] = dict.fromkeys(SIDES, tail)
+    lengths |= {"equal": equal, "equal, longer": torch.full_like(tail[::4], longer)}
     prompts = [(torch.arange(PROMPT) * 7 + i) % 100 for i in range(len(tail))]
     sides = {name: Side([]) for name in SIDES}
     for number in range(arguments.rounds + 1):  # the first one warms up
         for name in SIDES[:: -1 if number % 2 else 1]:
-            rollout.limit_of = limits = lengths.get(name, tail)
+            limits = lengths[name]
+            rollout.limit_of = limits
             CountedStep.read = CountedStep.needed = CountedStep.peak = CountedStep.peak_needed = 0
             CountedStep.calls, CountedStep.measures = 0, number == 0  # the measurement takes time
             plan = one_class if name == "one class" else length_classes.plan
@@ -136,7 +138,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
                 mock.patch.object(kv_cache, "MAX_LARGE_PAGES", 0 if name == "small pages" else LARGE),
             ):
                 rows = Ragged.from_rows(prompts[: len(limits)])
-                out = rollout.generate_sequences(rows, sampling, torch.arange(len(rows)))
+                out = rollout.generate_sequences(rows, sampling, torch.arange(len(limits)))
             seconds = time.perf_counter() - start
             side, position = sides[name], sum(rollout.cache.position_bytes.values())
             side.tokens, side.steps = len(out.responses.values), out.metrics["decode_steps"]
