@@ -4,12 +4,11 @@
     episodes = play(rollout, Host({"": HigherLower}), questions, Bridge(tokenizer), limits, SamplingParams(2048))
 
 By default, answers are generated in waves, one call of the rollout for all episodes that still run. With the schedule
-"stream", an episode whose environment has answered joins the batch that is being generated. The tokens of an episode
-depend only on its seed and its history, so neither waves nor other episodes have an effect on them. Log-probs of a
-stream have a rounding error that depends on the rows that happened to be generated together. Where the numbers of a
-rollout are a function of seed and position (`RolloutCapabilities.continues_rows`), all answers use the seed of the row.
-Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current answer. A rollout
-that keeps rows (`RolloutCapabilities.keeps_rows`) computes each token of an episode once.
+"stream", an episode whose environment has answered joins the batch that is being generated. Up to rounding, the tokens
+of an episode depend only on its seed and its history, and neither on the schedule nor on other episodes. Where the
+numbers of a rollout are a function of seed and position (`RolloutCapabilities.continues_rows`), all answers use the
+seed of the row. Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current
+answer. A rollout that keeps rows (`RolloutCapabilities.keeps_rows`) computes each token of an episode once.
 """
 
 from collections.abc import Sequence

@@ -120,7 +120,7 @@ class MultiTurnConfig(Section):
         "waves",
         "Order of answers. waves: the policy answers when all environments have, which repeats a run bit by bit. "
         "stream: an episode whose environment has answered joins the batch that is being generated, so that slow "
-        "environments hold up only their own episodes; log-probs then repeat up to rounding.",
+        "environments hold up only their own episodes; a repeated run is then equal up to rounding.",
         unread=WITH_ENVIRONMENT,
     )
     num_workers: Count = key(4, "Number of processes on each rank that run environments.", unread=WITH_ENVIRONMENT)
