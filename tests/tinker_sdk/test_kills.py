@@ -45,13 +45,14 @@ print(trainer.save_state("end").result().path)
 class Server:
     """A server of the command line, which is started again with the same command."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ranks: int):
         make_tiny_model(folder / "models" / "tiny", seed=1, tie_embeddings=False)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         options = ["model=models/tiny", f"port={port}", "device=cpu", "max_data=3", "save_every=5", "max_models=4"]
-        self.folder, self.command = folder, [sys.executable, "-m", "camshaft", "serve", *options]
+        self.folder = folder
+        self.command = [sys.executable, "-m", "camshaft", "serve", *options, f"ranks={ranks}"]
         self.start()
 
     def start(self) -> None:
@@ -65,29 +66,37 @@ class Server:
         self.process.wait(60)
 
     def kill_worker(self) -> None:
-        """Kill the process of the role: the child of the fork server."""
-        for pid in [worker for child in children(self.process.pid) for worker in children(child)]:
-            os.kill(pid, signal.SIGKILL)
+        """Kill a process of the role: the last child of the fork server."""
+        os.kill([worker for child in children(self.process.pid) for worker in children(child)][-1], signal.SIGKILL)
 
     def run_script(self, num_steps: int) -> "subprocess.Popen[str]":
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", **self.variables}
         command = [str(PYTHON), "-u", "-c", SCRIPT, str(num_steps)]
         return subprocess.Popen(command, env=variables, cwd=self.folder, stdout=subprocess.PIPE, text=True)
 
-    def weights(self, path: str) -> dict[str, bytes]:
-        """Return all tensors that are saved under a path, with the optimizer, as bytes."""
+    def weights(self, path: str) -> dict[str, list[bytes]]:
+        """Return all tensors that are saved under a path, with the optimizer, as the bytes of their shards."""
         session, number = path.removeprefix("tinker://").split("/")[0].split(":train:")
-        files = sorted((self.folder / "served" / session / number / "weights").glob("end.*/*/*.safetensors"))
+        files = sorted((self.folder / "served" / session / number / "weights").glob("end.*/[mo]*/*.safetensors"))
         assert len(files) >= 2
-        tensors = [(file.parent.name, load_file(file)) for file in files if file.parent.name != "random"]
-        return {f"{kind}/{name}": tensor.numpy().tobytes() for kind, part in tensors for name, tensor in part.items()}
+        shards = [(f"{file.parent.name}/{name}", tensor) for file in files for name, tensor in load_file(file).items()]
+        # Any rank may have saved a tensor that all of them have.
+        return {key: sorted(part.numpy().tobytes() for name, part in shards if name == key) for key, _ in shards}
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_kills"), [(8, 3), pytest.param(40, 20, marks=pytest.mark.slow)], ids=["three", "twenty"]
+    ("num_steps", "num_kills", "ranks"),
+    [
+        (8, 3, 1),
+        pytest.param(8, 3, 2, marks=pytest.mark.slow),
+        pytest.param(40, 20, 1, marks=pytest.mark.slow),
+    ],
+    ids=["three", "three_on_two_ranks", "twenty"],
 )
-def test_weights_of_a_script_are_the_same_with_kills(tmp_path: Path, num_steps: int, num_kills: int) -> None:
-    server, chance = Server(tmp_path), random.Random(7)
+def test_weights_of_a_script_are_the_same_with_kills(
+    tmp_path: Path, num_steps: int, num_kills: int, ranks: int
+) -> None:
+    server, chance = Server(tmp_path, ranks), random.Random(7)
     script = server.run_script(num_steps)
     try:
         assert script.stdout is not None

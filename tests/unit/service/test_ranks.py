@@ -133,14 +133,14 @@ def kill_rank(server: RunningServer, rank: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def saved_weights(server: RunningServer, path: str) -> dict[str, bytes]:
-    """Return all tensors of the model and the optimizer that are saved under a path, by rank and name."""
+def saved_weights(server: RunningServer, path: str) -> dict[str, list[bytes]]:
+    """Return all tensors of the model and the optimizer that are saved under a path, as the bytes of their shards."""
     session, _, number = path.removeprefix("tinker://").partition("/")[0].partition(":train:")
     files = sorted(Path(server.config.folder).joinpath(session, number, "weights").glob("end.*/[mo]*/*.safetensors"))
-    parts = {f"{file.parent.name}/{file.name}": load_file(file) for file in files}
-    tensors = {f"{part}/{name}": tensor for part, content in parts.items() for name, tensor in content.items()}
-    assert len(tensors) > 10
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    shards = [(f"{file.parent.name}/{name}", tensor) for file in files for name, tensor in load_file(file).items()]
+    assert len(shards) > 10
+    # Any rank may have saved a tensor that all of them have.
+    return {key: sorted(part.numpy().tobytes() for name, part in shards if name == key) for key, _ in shards}
 
 
 # -- the split -----------------------------------------------------------------------------------------
