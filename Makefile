@@ -22,7 +22,7 @@
 # make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
 # make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
 # make test-tinker   camshaft serve with the Tinker SDK and recipes of its cookbook, in an environment of its own
-# make test-recipes  all recipes of the cookbook that need no network, sandbox or foreign judge
+# make test-recipes  the recipes of the Tinker cookbook that docs/serve.md lists
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)

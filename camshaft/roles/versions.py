@@ -5,8 +5,8 @@
     versions.load("v1", rollout)                   # on any rank
 
 A version never changes. One rank of each machine writes its weights to memory that the other ranks of the machine map.
-Beyond `max_in_memory`, the least recently used versions are in files of `folder`, which all machines share. The files
-of an earlier process are kept, because the name of a version never has other weights.
+Beyond `max_in_memory`, the least recently used versions are in files of `folder`, which all machines share, and are
+read from there. The files of an earlier process are kept, because the name of a version never has other weights.
 """
 
 import contextlib
@@ -67,7 +67,13 @@ class Versions:
                 pass
             return None
         self._memories[name] = SnapshotMemory()
-        return self._memories[name].snapshot(weights, self._count)
+        try:
+            return self._memories[name].snapshot(weights, self._count)
+        except BaseException:
+            self._release(name)
+            for _ in weights:  # the other ranks go on gathering them
+                pass
+            raise
 
     def load(self, name: str, rollout: BaseRollout) -> None:
         """Load weights into a rollout, and verify them."""

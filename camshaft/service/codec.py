@@ -87,6 +87,12 @@ def read_rows(request: Any, loss: TokenLoss, limits: Limits) -> DataProto:
     return DataProto.from_dict({name: Ragged.from_rows(rows) for name, rows in columns.items()})
 
 
+def count_trained(rows: DataProto) -> int:
+    """Return the number of targets whose weight or advantage is not 0."""
+    name = next(name for name in ("weights", "advantages", "loss_mask") if name in rows.columns)
+    return int(rows.ragged(name).values.count_nonzero())
+
+
 def count_tokens(request: Any) -> int:
     """Return the number of tokens in the datums of a request, which may be invalid; at least 1."""
     chunks = (chunk for datum in request.data for chunk in datum.model_input)

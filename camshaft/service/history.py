@@ -85,7 +85,7 @@ class History:
         return Tracking(["jsonl", RECORD], info)
 
     def add(self, loss: float, num_rows: int, num_tokens: int) -> None:
-        """Add a call that has added gradients. `num_tokens` is the number of targets."""
+        """Add a call that has added gradients. `num_tokens` is the number of tokens that count."""
         batch = self._batch
         batch.loss, batch.num_calls = batch.loss + loss, batch.num_calls + 1
         batch.num_rows, batch.num_tokens = batch.num_rows + num_rows, batch.num_tokens + num_tokens

@@ -306,7 +306,8 @@ class Model:
         def run() -> Result:
             try:
                 loss, options = codec.read_loss(request)
-                shares = Shares.of(codec.read_rows(request, loss, self.facts.limits), self._seats)
+                rows = codec.read_rows(request, loss, self.facts.limits)
+                shares = Shares.of(rows, self._seats)
                 arguments = PerRank(shares.parts), loss.name, options, request.forward_only
                 outputs = self.role.call_ranks("forward_backward", self.identifier, *arguments)
             except WorkerError:
@@ -316,7 +317,7 @@ class Model:
                 raise
             log_probs, value = shares.merge(outputs)
             if not request.forward_only:
-                self.history.add(value, len(log_probs.lengths), len(log_probs.values) - len(log_probs.lengths))
+                self.history.add(value, len(rows), codec.count_trained(rows))
             return Result.of_message(codec.write_output(log_probs, value))
 
         def fail(reason: str) -> Result:

@@ -142,7 +142,9 @@ def _read_last_n(request: Sample, length: int) -> int:
     if last_n is None:
         return length
     if not request.prompt_logprobs:
-        raise CommandError(f"prompt_logprobs_last_n={last_n} selects log-probs of the prompt; set prompt_logprobs, too")
+        raise CommandError(
+            f"prompt_logprobs_last_n={last_n} selects log-probs of the prompt; set include_prompt_logprobs, too"
+        )
     if not 1 <= last_n < length:
         raise CommandError(
             f"prompt_logprobs_last_n={last_n} is not from 1 to {length - 1}, the number of tokens of the prompt that "

@@ -78,7 +78,8 @@ class SessionTimes:
     @contextlib.contextmanager
     def working(self, shares: Mapping[str, float], kind: Kind) -> Iterator[None]:
         """Count the time of the block for sessions, each with its share."""
-        self._running = shares, kind, time.monotonic()
+        with self._lock:
+            self._running = shares, kind, time.monotonic()
         try:
             yield
         finally:

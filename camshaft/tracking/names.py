@@ -160,7 +160,7 @@ async/probe_{log_prob_diff_mean,kl_k3} | nats | trainer/probes.py |
 async/probe_version | versions | trainer/probes.py | Version of these weights.
 async/generated_length/{mean,max,p50,p90} | tokens | trainer/metrics.py | Length of the responses of the batch.
 async/learned_length/{mean,max,p50,p90} | tokens | trainer/metrics.py |
-    Length of those with a token in the policy loss. The others were dropped, or rejected by rollout_rs.
+    Length of those with a token in the policy loss. rollout_rs has rejected the others, or their reward failed.
 async/batches_in_flight | batches | trainer/ledger.py |
     Batches that are sent to the rollout and not learned, besides that of the step.
 async/trainer_wait | seconds | trainer/async_ppo.py | Time for which the step waited for its responses.

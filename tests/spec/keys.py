@@ -225,6 +225,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     f"{_TURNS}.max_concurrency": (f"{_AGENTS}::test_keys_reach_the_programs",),
     f"{_TURNS}.history": (f"{_EPISODES}::test_what_does_not_work_is_named",),
+    f"{_TURNS}.schedule": (
+        f"{_EPISODES}::test_schedule_reaches_the_player",
+        f"{_PLAY}::test_a_slow_environment_holds_up_its_own_episode_only",
+    ),
     f"{_TURNS}.num_workers": (
         f"{_EPISODES}::test_keys_reach_the_environments",
         "tests/unit/agents/test_pool.py::test_results_do_not_depend_on_the_number_of_processes",

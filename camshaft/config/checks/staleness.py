@@ -17,7 +17,7 @@ def check_staleness(config: PPOConfig) -> Iterator[Problem]:
     correction = algorithm.rollout_correction
     if correction.interpolates() and not value:
         message = (
-            f"estimates the policy before the update by the age of stale responses, which {STALENESS}=0 has not. Set "
+            f"estimates the policy before the update by the age of stale responses, but {STALENESS}=0 has none. Set "
             f"{STALENESS}=1, or {LOSS_TYPE}=ppo_clip."
         )
         yield Problem(LOSS_TYPE, correction.loss_type, message, (STALENESS,))
@@ -28,8 +28,8 @@ def check_staleness(config: PPOConfig) -> Iterator[Problem]:
         message = (
             "trains on responses of older weights, which the policy loss has to correct for. Set one of\n"
             f"{CORRECTION}.bypass_mode=true: the PPO ratio refers to the policy that sampled. It saves a forward pass, "
-            "and the clip range bounds the distance to that older policy. With actor.policy_loss.loss_mode=dppo_tv or "
-            "dppo_kl, the mask of DPPO bounds it.\n"
+            "and the clip range bounds the distance to that older policy. With "
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv or dppo_kl, the mask of DPPO bounds it.\n"
             f"{CORRECTION}.rollout_is=token (or sequence): importance weights beside the PPO ratio. It costs a forward "
             "pass for the old log-probs, and truncated weights add bias. A range such as rollout_is_threshold=0.5-5.0 "
             "is the mask of IcePop. With bypass_mode=true and loss_type=interpolated, the policy before the update is "

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft import storage
 from camshaft.errors import RolloutError
+from camshaft.reshard import SnapshotMemory
 from camshaft.roles.versions import Versions
 from camshaft.rollout import BaseRollout, RolloutEngineConfig, build_rollout
 from camshaft.rollout.builtin.rollout import TorchRollout
@@ -77,3 +79,22 @@ def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: 
     assert not (tmp_path / "v0" / "model.safetensors").exists()
     assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == b"mine"
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_failed_copy_leaves_no_memory_and_no_rank_behind(
+    tmp_path: Path, rollout: BaseRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks gather all weights together with the one that has failed."""
+
+    def fail(memory: SnapshotMemory, weights: Iterator[tuple[str, Tensor]], version: int) -> Any:
+        next(weights)
+        raise MemoryError("no memory is left")
+
+    versions, files, left = Versions(tmp_path, max_in_memory=2), num_files(), weights(rollout, 1.0)
+    monkeypatch.setattr(SnapshotMemory, "snapshot", fail)
+    with pytest.raises(MemoryError):
+        versions.add("v1", left)
+    assert next(left, None) is None
+    gc.collect()
+    assert "v1" not in versions
+    assert num_files() == files
