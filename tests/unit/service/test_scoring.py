@@ -78,7 +78,7 @@ def table(data: list[int], *shape: int, **fields: Any) -> dict[str, Any]:
         ({"prompt_alt_tokens_k": 4}, "prompt_alt_tokens_k=4 is not supported by this server; request topk_prompt_logp"),
         (
             {"prompt_logprobs_last_n": 2},
-            "prompt_logprobs_last_n=2 selects log-probs of the prompt; set prompt_logprobs",
+            "prompt_logprobs_last_n=2 selects log-probs of the prompt; set include_prompt_logprobs",
         ),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n=4 is not from 1 to 3"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n=0 is not from 1 to 3"),

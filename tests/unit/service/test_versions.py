@@ -1,6 +1,7 @@
 """Published weights in files, and the files of others beside them."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ def loaded(versions: Versions, name: str, rollout: BaseRollout) -> float:
 
 
 def test_weights_beyond_the_limit_are_in_files(tmp_path: Path, rollout: BaseRollout) -> None:
-    versions, files = Versions(tmp_path, max_in_memory=2), num_files()
+    versions, memories = Versions(tmp_path, max_in_memory=2), num_memories()
     for number in range(3):
         versions.add(f"v{number}", weights(rollout, number))
+    assert num_memories() > memories
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v0"]
     assert loaded(versions, "v1", rollout) == 1.0  # which is then used more recently than v2
     versions.add("v3", weights(rollout, 3))
@@ -54,13 +56,13 @@ def test_weights_beyond_the_limit_are_in_files(tmp_path: Path, rollout: BaseRoll
         with pytest.raises(RolloutError, match=f"{name} have been released"):
             versions.load(name, rollout)
     versions.remove("v3")
+    assert num_memories() == memories
+
+
+def num_memories() -> int:
+    """Return the number of open memory files of this process, which contain versions."""
     gc.collect()
-    assert num_files() == files
-
-
-def num_files() -> int:
-    """Return the number of open files of this process, which include the memory of versions."""
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return sum("/memfd:" in os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
 
 
 def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: Path, rollout: BaseRollout) -> None:
@@ -90,11 +92,10 @@ def test_a_failed_copy_leaves_no_memory_and_no_rank_behind(
         next(weights)
         raise MemoryError("no memory is left")
 
-    versions, files, left = Versions(tmp_path, max_in_memory=2), num_files(), weights(rollout, 1.0)
+    versions, memories, left = Versions(tmp_path, max_in_memory=2), num_memories(), weights(rollout, 1.0)
     monkeypatch.setattr(SnapshotMemory, "snapshot", fail)
     with pytest.raises(MemoryError):
         versions.add("v1", left)
     assert next(left, None) is None
-    gc.collect()
     assert "v1" not in versions
-    assert num_files() == files
+    assert num_memories() == memories
