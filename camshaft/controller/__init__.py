@@ -34,6 +34,7 @@ from camshaft.controller.group import (
     pool,
     pools,
     pools_of,
+    prepare_call,
     shutdown,
     spawn,
     start_pools,
@@ -45,5 +46,5 @@ from camshaft.controller.worker import Dispatch, RankInfo, Worker, register
 
 __all__ = [
     "Dispatch", "Options", "Pending", "Pool", "PoolSpec", "RankInfo", "Worker", "WorkerGroup", "pool", "pools",
-    "pools_of", "register", "shutdown", "spawn", "start_pools", "submit", "workers",
+    "pools_of", "prepare_call", "register", "shutdown", "spawn", "start_pools", "submit", "workers",
 ]  # fmt: skip

@@ -36,6 +36,7 @@ from camshaft.controller.worker import (
     registered_methods,
     result_slot,
     scatter,
+    seat_keeping_methods,
 )
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.plugins import import_attribute
@@ -250,6 +251,8 @@ class SpawnedRole:
     key: int
     modes: Mapping[str, Dispatch]
     """Dispatch mode of each registered method."""
+    keeps_seats: frozenset[str]
+    """Names of the registered methods that never change the seats."""
     seats: dict[str, list[Seat]] = field(default_factory=dict[str, list[Seat]])
     """Seats of the ranks by method name, read at the first call that needs them."""
 
@@ -264,7 +267,8 @@ class WorkerGroup:
     __slots__ = ("spawned",)
 
     def __init__(self, pool: Pool, role: RoleSpec, owns_pool: bool):
-        self.spawned = SpawnedRole(pool, role, owns_pool, pool.build(role), registered_methods(role.role_class))
+        methods = registered_methods(role.role_class), seat_keeping_methods(role.role_class)
+        self.spawned = SpawnedRole(pool, role, owns_pool, pool.build(role), *methods)
 
     def __getattr__(self, name: str) -> "GroupMethod":
         modes = self.spawned.modes
@@ -341,17 +345,30 @@ def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending
         raise TypeError(f"submit() got {method!r}; pass a method of a spawned role, such as critic.compute_values")
     role, mode = method.role, method.mode
     if mode is Dispatch.DP_COMPUTE_PROTO:
-        if method.name not in role.seats:
-            role.seats[method.name] = role.pool.seats(role.key, method.name)
-        seats = role.seats[method.name]
+        seats = _seats_of(method)
     else:
         # These modes do not read seats, because a role may have none before its model is built. The call may change
         # the seats, so the cached ones are dropped.
-        role.seats.clear()
+        if method.name not in role.keeps_seats:
+            role.seats.clear()
         seats = [Seat(rank=rank, world=role.pool.world_size) for rank in range(role.pool.world_size)]
     calls = scatter(mode, seats, args, kwargs)
     send_result = [result_slot(mode, seat) is not None for seat in seats]
     return Pending(mode, seats, role.pool.submit(role.key, method.name, calls, send_result))
+
+
+def _seats_of(method: GroupMethod) -> list[Seat]:
+    """Return the seats of the ranks for a method. Unless they are known, this waits for the calls of the pool."""
+    role = method.role
+    if method.name not in role.seats:
+        role.seats[method.name] = role.pool.seats(role.key, method.name)
+    return role.seats[method.name]
+
+
+def prepare_call(method: Callable[..., Any]) -> None:
+    """Read the seats of a method now, so that a later `submit` does not wait for the calls in progress."""
+    if isinstance(method, GroupMethod) and method.mode is Dispatch.DP_COMPUTE_PROTO:
+        _seats_of(method)
 
 
 def pools_of(roles: Iterable[Worker]) -> dict[str, Pool]:

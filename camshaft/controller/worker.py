@@ -35,6 +35,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 RANKS = "ranks"
 """Key in the meta_info of a merged result that holds the list of the meta_info of each dp_rank."""
 _MODE = "__dispatch_mode__"
+_KEEPS_SEATS = "__keeps_seats__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,16 @@ class Dispatch(Enum):
     several parts, it also contains the list of the meta_info of all parts under `RANKS`."""
 
 
-def register(dispatch_mode: Dispatch) -> Callable[[F], F]:
-    """Make a method of a role callable from the driver. An override inherits the mode if it has no decorator."""
+def register(dispatch_mode: Dispatch, keeps_seats: bool = False) -> Callable[[F], F]:
+    """Make a method of a role callable from the driver. An override inherits the mode if it has no decorator.
+
+    The driver asks for the seats of the ranks again after a call that is not split by them, because it may have changed
+    them, and waits for the calls in progress. Set `keeps_seats` for a method that never does.
+    """
 
     def mark(function: F) -> F:
         # functools.wraps copies the function's dict, so the mode survives other decorators.
-        vars(function)[_MODE] = dispatch_mode
+        vars(function)[_MODE], vars(function)[_KEEPS_SEATS] = dispatch_mode, keeps_seats
         return function
 
     return mark
@@ -140,6 +145,17 @@ def registered_methods(role_class: type) -> dict[str, Dispatch]:
         for name, value in vars(base).items()
         if isinstance(value, FunctionType) and _MODE in vars(value)
     }
+
+
+def seat_keeping_methods(role_class: type) -> frozenset[str]:
+    """Return the names of the registered methods that never change the seats of a role."""
+    marked = {
+        name: vars(value)[_KEEPS_SEATS]
+        for base in reversed(role_class.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and _KEEPS_SEATS in vars(value)
+    }
+    return frozenset(name for name, keeps_seats in marked.items() if keeps_seats)
 
 
 def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:

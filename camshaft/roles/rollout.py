@@ -92,12 +92,12 @@ class RolloutWorker(Worker):
         """Return the dtype in which the rollout receives each weight, given that in which the engine stores it."""
         return {name: self.rollout.sync_dtype(name, torch.empty(0, dtype=dtype)) for name, dtype in sources.items()}
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, keeps_seats=True)
     def machine(self) -> str:
         """Return the machine of this rank, on which it can read snapshots."""
         return machine_id()
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, keeps_seats=True)
     def receive_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Load and verify the weights that the actor has published. Return the metrics of the sync on this rank."""
         with self._busy():

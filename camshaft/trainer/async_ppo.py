@@ -179,6 +179,8 @@ class AsyncPPOTrainer(PPOTrainer):
     def _send(self, step: int, version: int, receipt: Pending[Any] | None) -> None:
         """Start to generate a batch. Its responses are scored when they arrive."""
         rows = self.rows_to_generate(self.pipeline.draw(step, version), step)
+        if self.probes is not None:
+            self.probes.prepare()
         generation = self.parts.start_generation(rows)
         self._sent[step] = Sent(rows, generation, generation.begin_scoring(), receipt)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from camshaft.controller import Pending, submit
+from camshaft.controller import Pending, prepare_call, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import RolloutError
 from camshaft.roles import RolloutWorker
@@ -54,6 +54,10 @@ class Probes:
         self._rollout, self._dp_size = rollout, dp_size
         self._started: dict[int, Probe] = {}
         self._done: dict[int, dict[str, float]] = {}
+
+    def prepare(self) -> None:
+        """Call this before a batch is generated, so that `start` does not wait for it."""
+        prepare_call(self._rollout.score_responses)
 
     def start(self, step: int, batch: DataProto) -> None:
         """Let the rollout score the first rows of `batch`, which have the log-probs of the trainer in this step."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -21,7 +22,19 @@ from support.processes import parent, still_running
 
 from camshaft import subprocesses
 from camshaft.contracts.controller.roles import Toy
-from camshaft.controller import Dispatch, Worker, local, process_pool, register, shutdown, spawn, workers
+from camshaft.controller import (
+    Dispatch,
+    Worker,
+    local,
+    prepare_call,
+    process_pool,
+    register,
+    shutdown,
+    spawn,
+    submit,
+    workers,
+)
+from camshaft.dataproto import DataProto
 from camshaft.errors import RolloutError, WorkerError
 
 ROOT = Path(__file__).parents[3]
@@ -202,6 +215,42 @@ def test_the_error_names_the_process_that_a_rank_waits_for():
     )
     with workers(Waiting, world_size=2, timeout=2) as role, pytest.raises(WorkerError, match=message):
         role.wait()
+
+
+class Held(Worker):
+    """A role with a call that ends when a file exists, and calls that may follow it."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def hold(self, batch: DataProto, file: Path) -> DataProto:
+        while not file.exists():
+            time.sleep(0.01)
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def follow(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, keeps_seats=True)
+    def receive(self) -> None: ...
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def rebuild(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["receive", "rebuild"])
+def test_a_call_does_not_wait_for_those_in_progress_to_be_submitted(name: str, tmp_path: Path) -> None:
+    """Unless a call that may have changed the seats of the ranks was submitted in between."""
+    batch, file = DataProto.from_dict({"x": torch.arange(4.0)}), tmp_path / "go"
+    with workers(Held, world_size=2, timeout=60) as role:
+        prepare_call(role.follow)
+        held, between = submit(role.hold, batch, file), submit(getattr(role, name))
+        with futures.ThreadPoolExecutor(1) as pool:
+            submitting = pool.submit(submit, role.follow, batch)
+            is_immediate = bool(futures.wait([submitting], 5.0 if name == "receive" else 0.5).done)
+            file.touch()
+            assert len(submitting.result().result()) == len(held.result()) == 4
+        between.result()
+    assert is_immediate == (name == "receive")
 
 
 def test_the_exit_of_the_driver_completes_an_interrupted_end(monkeypatch: pytest.MonkeyPatch):
