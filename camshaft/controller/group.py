@@ -347,8 +347,7 @@ def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending
     if mode is Dispatch.DP_COMPUTE_PROTO:
         seats = _seats_of(method)
     else:
-        # These modes do not read seats, because a role may have none before its model is built. The call may change
-        # the seats, so the cached ones are dropped.
+        # A role may have no seats before its model is built, so these modes do not read them. Calls may change them.
         if method.name not in role.keeps_seats:
             role.seats.clear()
         seats = [Seat(rank=rank, world=role.pool.world_size) for rank in range(role.pool.world_size)]
@@ -359,10 +358,9 @@ def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending
 
 def _seats_of(method: GroupMethod) -> list[Seat]:
     """Return the seats of the ranks for a method. Unless they are known, this waits for the calls of the pool."""
-    role = method.role
-    if method.name not in role.seats:
-        role.seats[method.name] = role.pool.seats(role.key, method.name)
-    return role.seats[method.name]
+    if method.name not in method.role.seats:
+        method.role.seats[method.name] = method.role.pool.seats(method.role.key, method.name)
+    return method.role.seats[method.name]
 
 
 def prepare_call(method: Callable[..., Any]) -> None:
