@@ -361,8 +361,8 @@ class ProcessPool(Pool):
         """Wait up to `seconds` for an answer, store all arrived answers, and check the processes and time limits."""
         answer = self._next_answer(seconds)
         while answer is not None:
-            rank, request, (succeeded, value, seconds) = answer
-            self.busy_seconds[rank] += seconds
+            rank, request, (succeeded, value, busy_seconds) = answer
+            self.busy_seconds[rank] += busy_seconds
             if not succeeded:
                 self._raise_first(request, {rank: value})
             if rank not in request.answers:  # unless it was answered before a restart

@@ -139,23 +139,22 @@ def register(dispatch_mode: Dispatch, keeps_seats: bool = False) -> Callable[[F]
 
 def registered_methods(role_class: type) -> dict[str, Dispatch]:
     """Return the dispatch mode of each method of a role that the driver can call, by name."""
-    return {
-        name: vars(value)[_MODE]
-        for base in reversed(role_class.__mro__)
-        for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and _MODE in vars(value)
-    }
+    return _marks(role_class, _MODE)
 
 
 def seat_keeping_methods(role_class: type) -> frozenset[str]:
     """Return the names of the registered methods that never change the seats of a role."""
-    marked = {
-        name: vars(value)[_KEEPS_SEATS]
+    return frozenset(name for name, keeps_seats in _marks(role_class, _KEEPS_SEATS).items() if keeps_seats)
+
+
+def _marks(role_class: type, mark: str) -> dict[str, Any]:
+    """Return what `register` has noted under `mark` for each method, by name. A subclass has precedence."""
+    return {
+        name: vars(value)[mark]
         for base in reversed(role_class.__mro__)
         for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and _KEEPS_SEATS in vars(value)
+        if isinstance(value, FunctionType) and mark in vars(value)
     }
-    return frozenset(name for name, keeps_seats in marked.items() if keeps_seats)
 
 
 def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
