@@ -91,7 +91,8 @@ def values_of(metrics: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def test_sl_loop_trains_and_saves(folder: Path, variables: dict[str, str]) -> None:
-    metrics = run_recipe(folder, variables, "sl_loop", "batch_size=4", "max_steps=3", "save_every=2", "lora_rank=4")
+    options = ("batch_size=4", "max_steps=3", "save_every=2", "lora_rank=4", "learning_rate=1e-2")
+    metrics = run_recipe(folder, variables, "sl_loop", *options)
     losses = values_of(metrics, "train_mean_nll")
     assert len(losses) == 3
     assert losses[-1] < losses[0]
