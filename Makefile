@@ -23,6 +23,8 @@
 # make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
 # make test-tinker   camshaft serve with the Tinker SDK and recipes of its cookbook, in an environment of its own
 # make test-recipes  the recipes of the Tinker cookbook that docs/serve.md lists
+# make test-tinker-slow    scripts with the Tinker SDK whose server and workers are killed 20 times (half an hour)
+# make test-newest-sdk     test-tinker, test-recipes and the contract with the newest SDK, in an environment of its own
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -78,6 +80,8 @@ VERIFIERS := .venv-verifiers
 VERIFIERS_INSTALLED := $(VERIFIERS)/.installed
 TINKER := .venv-tinker
 TINKER_INSTALLED := $(TINKER)/.installed
+NEWEST_SDK := .venv-newest-sdk
+NEWEST_SDK_INSTALLED := $(NEWEST_SDK)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
@@ -101,7 +105,7 @@ FAST = -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-tinker test-recipes test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-tinker test-tinker-slow test-recipes test-newest-sdk test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -174,6 +178,14 @@ $(TINKER_INSTALLED): requirements-tinker.txt
 	$(TINKER)/bin/python -m pip install -q --no-deps -r requirements-tinker.txt
 	touch $(TINKER_INSTALLED)
 
+# A later SDK brings the packages that it requires. The cookbook requires more than its recipes do here. torch stays.
+$(NEWEST_SDK_INSTALLED): requirements-tinker.txt
+	test -x $(NEWEST_SDK)/bin/python || $(PYTHON) -m venv $(NEWEST_SDK)
+	$(NEWEST_SDK)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(NEWEST_SDK)/bin/python -m pip install -q --no-deps -r requirements-tinker.txt
+	$(NEWEST_SDK)/bin/python -m pip freeze | grep '^torch==' > $(NEWEST_SDK)/constraints.txt
+	touch $(NEWEST_SDK_INSTALLED)
+
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
@@ -221,7 +233,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $
 	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines
 	$(MAKE) test-alone
 
-test-all: test test-nightly test-slow test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-nightly test-slow test-tinker test-tinker-slow test-recipes test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)
@@ -306,10 +318,22 @@ test-agents: $(AGENTS_INSTALLED) $(VERIFIERS_INSTALLED) $(TRL_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m agents tests/agent_packages
 
 test-tinker: $(INSTALLED) $(TINKER_INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "tinker and not recipes" tests/tinker_sdk
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "tinker and not recipes and not slow" tests/tinker_sdk
 
 test-recipes: $(INSTALLED) $(TINKER_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker_sdk/test_recipes.py
+
+test-tinker-slow: $(INSTALLED) $(TINKER_INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "tinker and slow" tests/tinker_sdk
+
+# The comparison of messages, the tests with the SDK, the recipes, and the contract of Tinker servers.
+test-newest-sdk: $(INSTALLED) $(NEWEST_SDK_INSTALLED)
+	$(NEWEST_SDK)/bin/python -m pip install -q --upgrade -c $(NEWEST_SDK)/constraints.txt tinker
+	$(NEWEST_SDK)/bin/python -m pip install -q --upgrade --no-deps tinker_cookbook
+	$(NEWEST_SDK)/bin/python -m pip freeze | grep '^tinker'
+	OMP_NUM_THREADS=1 CAMSHAFT_TINKER=$(NEWEST_SDK) $(BIN)/python -m pytest -m "tinker and not slow" tests/tinker_sdk \
+		&& OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" -k the_server_keeps_rule tests/contracts/test_tinker_contract.py \
+		|| { echo "camshaft serve does not support this SDK: see docs/serve.md#newer-sdks"; exit 1; }
 
 test-families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)
@@ -392,4 +416,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VERIFIERS) $(TINKER) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VERIFIERS) $(TINKER) $(NEWEST_SDK) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
