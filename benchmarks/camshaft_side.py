@@ -159,9 +159,9 @@ class Steps:
         self.trainer.prepare()
         self.batches: Iterator[DataProto] = iter(self.parts.loader)
 
-    def step(self) -> dict[str, Any]:
+    def step(self, collector: StepMetrics | None = None) -> dict[str, Any]:
         self.trainer.global_step += 1
-        collector = StepMetrics(self.trainer.status)
+        collector = collector or StepMetrics(self.trainer.status)
         metrics = self.trainer.step(self.trainer.collect(next(self.batches), collector), collector)
         return {
             "lengths": self.trainer.batch.ragged("responses").lengths.tolist(),

@@ -33,6 +33,7 @@ from typing import Any
 import gpu_model
 import roofline
 import torch
+import transformers
 from gpu_model import DTYPES, SIZES
 from machine import machine
 from paired import Case, Sides, arguments, middle, serve, table
@@ -61,7 +62,10 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
 
     size, folder, device, dtype = SIZES[case["model"]], Path(case["folder"]), case["device"], case["dtype"]
     if name == "textbook":
-        loop: Any = gpu_model.Padded(folder, size, device, dtype)
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=torch.float32).to(device).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loop: Any = gpu_model.Padded(model, size.longest_prompt + size.longest_response, device, dtype)
     else:
         loop = ActorUpdate(folder, **(gpu_model.settings(size, device, dtype) | case["settings"]))
     return lambda number: timed_update(loop, gpu_model.rows_of(size, number), device)

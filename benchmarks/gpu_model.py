@@ -1,8 +1,12 @@
-"""Model sizes, random models, rows and actor settings for `gpu.py`.
+"""Model sizes, random models, rows and actor settings for `gpu.py`, `gpu_rows.py` and `gpu_24gb.py`.
 
     size = SIZES["1.5B"]
     actor = ActorUpdate(folder, **settings(size, "cuda", "bfloat16"))
     actor.update(rows_of(size, seed=1))
+
+    QWEN3["4B"].write(folder, 2048, "bfloat16")        # a folder without weights
+    with random_weights():
+        engine.init_model()                            # of a model with random_init=true, filled on its device
 
 Every row has its own prompt, because on a GPU rows are packed whole: counted and computed work are the same. Lengths
 are uniformly distributed, so the mean row has half the length of the longest row, which a padded batch computes.
@@ -10,10 +14,14 @@ are uniformly distributed, so the mean row has half the length of the longest ro
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import roofline
 import torch
@@ -21,7 +29,9 @@ import torch.nn.functional as F
 import transformers
 import workload
 from textbook import right
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Qwen3Config
 from workload import Rows, Shape
 
 SAMPLES = 2
@@ -70,6 +80,94 @@ SIZES = {
     ),
 }  # fmt: skip
 """The first has the shape of Qwen2.5-1.5B."""
+
+
+@dataclass(frozen=True)
+class Qwen3:
+    """Shape of a model like Qwen3 with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int = 151_936
+
+    @property
+    def weights_of_layers(self) -> int:
+        """Number of the weights of all layers' matrices."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    @property
+    def weights_of_head(self) -> int:
+        return self.hidden * self.vocab_size
+
+    def write(self, folder: Path, longest: int, dtype: str) -> None:
+        """Write a model folder without weights, with an empty prompt file."""
+        from camshaft.models.tiny import make_tiny_tokenizer
+
+        make_tiny_tokenizer(folder)
+        Qwen3Config(
+            hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
+            vocab_size=self.vocab_size, tie_word_embeddings=True, max_position_embeddings=longest, dtype=dtype,
+            architectures=["Qwen3ForCausalLM"], pad_token_id=0, eos_token_id=2, bos_token_id=None,
+        ).save_pretrained(folder)  # fmt: skip
+        (folder / "train.parquet").touch()
+
+
+QWEN3 = {
+    "0.6B": Qwen3(1024, 28, 16, 8, 128, 3072),
+    "1.7B": Qwen3(2048, 28, 16, 8, 128, 6144),
+    "4B": Qwen3(2560, 36, 32, 8, 128, 9728),
+    "tiny": Qwen3(64, 2, 4, 2, 32, 128, 512),
+}
+
+
+@contextlib.contextmanager
+def without_initialization() -> Iterator[None]:
+    """Build models without values, for `fill`."""
+    with contextlib.ExitStack() as patches:
+        for owner, name in (
+            (PreTrainedModel, "_init_weights"), (nn.Linear, "reset_parameters"), (nn.Embedding, "reset_parameters"),
+        ):  # fmt: skip
+            patches.enter_context(mock.patch.object(owner, name, _nothing))
+        yield
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def random_weights() -> Iterator[None]:
+    """Fill the models of engines on their device, which is much faster than on a CPU."""
+    from camshaft.engine.torch_engine import TorchEngine
+
+    init_model = TorchEngine.init_model
+
+    def filled(engine: Any) -> None:
+        init_model(engine)
+        fill(engine.module)
+
+    with without_initialization(), mock.patch.object(TorchEngine, "init_model", filled):
+        yield
+
+
+def fill(model: nn.Module) -> None:
+    """Fill the parameters of a model in place: matrices with random numbers that depend on their name.
+
+    An engine and a plain model of `transformers` get the same weights on the same device.
+    """
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        if weight.dim() > 1 and "lora_B" not in name:
+            seed = zlib.crc32(name.replace("_orig_mod.", "").removeprefix("hf.").encode())
+            weight.normal_(std=0.02, generator=torch.Generator(weight.device).manual_seed(seed))
+        else:
+            weight.fill_(0.0 if weight.dim() > 1 or name.endswith("bias") else 1.0)
 
 
 def make_model(folder: Path, size: Size) -> None:
@@ -126,15 +224,13 @@ def settings(size: Size, device: str, dtype: str) -> dict[str, Any]:
 class Padded:
     """Textbook loop: rows padded to the maximum length, one row per micro-batch, all logits, plain log-softmax.
 
-    Autocast to `dtype`, float32 weights, activation checkpointing.
+    Autocast to `dtype`. The caller enables activation checkpointing of the model.
     """
 
-    def __init__(self, folder: Path, size: Size, device: str, dtype: str):
-        self.size, self.device, self.dtype = size, device, DTYPES[dtype]
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(folder, dtype=torch.float32).to(device).train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.LEARNING_RATE, weight_decay=0.01)
+    def __init__(self, model: Any, width: int, device: str, dtype: str):
+        self.model, self.width, self.device, self.dtype = model, width, device, DTYPES[dtype]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=workload.LEARNING_RATE, weight_decay=0.01)
 
     def update(self, rows: Rows) -> dict[str, float]:
         tokens, losses = sum(map(len, rows.responses)), []
@@ -149,21 +245,24 @@ class Padded:
 
     def _loss(self, rows: Rows) -> Tensor:
         sequences = [torch.cat(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
-        width = self.size.longest_prompt + self.size.longest_response
-        ids = right(sequences, width).to(self.device)
-        real = right([torch.ones_like(row) for row in sequences], width).to(self.device)
+        ids = right(sequences, self.width).to(self.device)
+        real = right([torch.ones_like(row) for row in sequences], self.width).to(self.device)
         with torch.autocast(self.device.partition(":")[0], self.dtype, enabled=self.dtype != torch.float32):
             logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits
         chosen = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        old, advantages, mask = (self._placed(rows, column, width) for column in self._columns(rows))
+        return self.loss_of(chosen, rows)
+
+    def loss_of(self, chosen: Tensor, rows: Rows) -> Tensor:
+        """Return the sum of the losses of the response tokens."""
+        old, advantages, mask = (self.placed(rows, column) for column in self._columns(rows))
         ratio = (chosen - old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - workload.CLIP, 1 + workload.CLIP) * advantages)
         return -(gain * mask).sum()
 
-    def _placed(self, rows: Rows, column: list[Tensor], width: int) -> Tensor:
+    def placed(self, rows: Rows, column: list[Tensor]) -> Tensor:
         """Place per-response-token numbers at the positions that predict the tokens."""
         moved = [F.pad(row, (len(p) - 1, 0)) for p, row in zip(rows.prompts, column, strict=True)]
-        return right(moved, width - 1).to(self.device)
+        return right(moved, self.width - 1).to(self.device)
 
     @staticmethod
     def _columns(rows: Rows) -> list[list[Tensor]]:

@@ -8,7 +8,10 @@ Parts that only CUDA can measure report `NEEDS_CUDA` on other devices.
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,6 +63,34 @@ class Job:
 def synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
+
+
+def in_process(script: str, task: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Run a script with `--task` and return what it prints last, or the reason for which it ended, in "failed"."""
+    command = [sys.executable, str(Path(__file__).parent / script), "--task", json.dumps(task)]
+    try:
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {seconds:.0f} s"}
+    if process.returncode:
+        return {"failed": f"exit status {process.returncode}; the error is above"}
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def answer(run: Callable[[dict[str, Any]], dict[str, Any]], task: str) -> None:
+    """Run a task of `in_process` and print its result."""
+    try:
+        result = run(json.loads(task))
+    except torch.OutOfMemoryError as error:
+        result = {"failed": "out of memory", "reason": str(error).split(". ")[0]}
+    sys.stdout.write("\n" + json.dumps(result) + "\n")
+
+
+def median_seconds(run: Callable[[], Any], device: str, times: int = 7) -> float:
+    """Return the median time of a call after an untimed one; on CUDA without the launch of its kernels."""
+    run()
+    timed = roofline.on_cuda if device.startswith("cuda") else roofline.on_cpu
+    return statistics.median(timed(run) for _ in range(times))
 
 
 # -- memory of the log-probs ----------------------------------------------------------------------

@@ -9,7 +9,6 @@ allocates pinned memory. The phases of a GRPO step are those of the metrics of a
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
@@ -17,14 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from camshaft_side import ActorUpdate, Steps
-from gpu_model import rows_of, settings, with_columns
-from gpu_parts import NEEDS_CUDA, Job, synchronize
-from torch import nn
-from transformers import PreTrainedModel, Qwen2Config
+from gpu_model import random_weights, rows_of, settings, with_columns
+from gpu_parts import NEEDS_CUDA, Job, median_seconds, synchronize
+from transformers import Qwen2Config
 from workload import FIRST_WORD, Rows
 
 from camshaft.config.engine import EngineConfig, EngineModel
@@ -70,24 +67,14 @@ def _large_rows(job: Job) -> list[dict[str, Any]]:
         vocab_size=152_064, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
     model = EngineModel(path=str(folder), random_init=True)
-    with contextlib.ExitStack() as patches:
-        for owner, name in (
-            (PreTrainedModel, "init_weights"), (PreTrainedModel, "_init_weights"),
-            (nn.Linear, "reset_parameters"), (nn.Embedding, "reset_parameters"),
-        ):  # fmt: skip
-            patches.enter_context(mock.patch.object(owner, name, _nothing))
-        engine = build_engine("fsdp", EngineConfig(model=model, device=job.device))
+    engine: Any = build_engine("fsdp", EngineConfig(model=model, device=job.device))
+    with random_weights():
         engine.init_model()
-    for _, weight in engine.named_weights():
-        weight.normal_(std=0.02)  # much faster than on a CPU
     rows = [_synced(job, folder, engine, kind) for kind in (TorchRollout, ProcessRollout)]
-    del engine, weight
+    del engine
     gc.collect()
     torch.cuda.empty_cache()
     return rows
-
-
-def _nothing(*_: Any) -> None: ...
 
 
 def _synced(job: Job, folder: Path, engine: Any, kind: type[TorchRollout] | type[ProcessRollout]) -> dict[str, Any]:
@@ -257,20 +244,7 @@ def _replayed(run: Callable[[], Any], device: str, calls: int = 10) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    return _median(graph.replay, device) / calls
-
-
-def _median(run: Callable[[], Any], device: str, times: int = 7) -> float:
-    run()
-    seconds = []
-    for _ in range(times):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        synchronize(device)
-        seconds.append(start.elapsed_time(stop) / 1000)
-    return statistics.median(seconds)
+    return median_seconds(graph.replay, device) / calls
 
 
 def _cache_attention(job: Job, rows: int, length: int) -> dict[str, Any]:
@@ -304,7 +278,7 @@ def _sampling(job: Job) -> dict[str, Any]:
     uniforms = torch.rand(rows, device=job.device, dtype=torch.float64)
     row = {
         "microseconds": 1e6 * _replayed(lambda: sampling.draw(logits, uniforms, 0.8), job.device),
-        "torch_microseconds": 1e6 * _median(lambda: draw(restrict(logits, 0.8), uniforms), job.device),
+        "torch_microseconds": 1e6 * median_seconds(lambda: draw(restrict(logits, 0.8), uniforms), job.device),
     }
     measured = "{microseconds:.0f} µs; operators of torch {torch_microseconds:.0f} µs".format(**row)
     return {"what": f"sampling of {rows} x {size} logits", "measured": measured, **row}
@@ -327,9 +301,9 @@ def _packed_attention(job: Job) -> dict[str, Any]:
         torch.autograd.grad(out, [query, key, value], torch.ones_like(out))
 
     with torch.no_grad():
-        once = _median(forward, job.device)
+        once = median_seconds(forward, job.device)
     work = 4 * shape.heads * dim * sum(n * (n + 1) // 2 for n in packing.lengths)
-    row = {"forward": work / once / 1e12, "backward": 2.5 * work / (_median(both, job.device) - once) / 1e12}
+    row = {"forward": work / once / 1e12, "backward": 2.5 * work / (median_seconds(both, job.device) - once) / 1e12}
     measured = "{forward:.0f} TFLOP/s forward, {backward:.0f} backward".format(**row)
     return {"what": f"attention over packed rows, {packing.size} tokens", "measured": measured, **row}
 
@@ -345,8 +319,8 @@ def _casting_copies(job: Job) -> dict[str, Any]:
 
     moved = sum(tensor.nbytes for tensor in (*sources, *targets))
     row = {
-        "each": moved / _median(copy_each, job.device) / 1e12,
-        "together": moved / _median(lambda: torch._foreach_copy_(targets, sources), job.device) / 1e12,  # pyright: ignore[reportPrivateImportUsage]
+        "each": moved / median_seconds(copy_each, job.device) / 1e12,
+        "together": moved / median_seconds(lambda: torch._foreach_copy_(targets, sources), job.device) / 1e12,  # pyright: ignore[reportPrivateImportUsage]
     }
     measured = "{each:.2f} TB/s one by one, {together:.2f} TB/s in one launch".format(**row)
     return {"what": "copies of large weights from float32 to bfloat16", "measured": measured, **row}

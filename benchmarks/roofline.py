@@ -58,20 +58,20 @@ def measured_rates(
 
 def _best(run: Callable[[], Any], device: str, seconds: float) -> float:
     """Return the minimum number of seconds over repeated calls."""
-    timed = _on_cuda if device.startswith("cuda") else _on_cpu
+    timed = on_cuda if device.startswith("cuda") else on_cpu
     best, deadline = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         best = min(best, timed(run))
     return best
 
 
-def _on_cpu(run: Callable[[], Any]) -> float:
+def on_cpu(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
-def _on_cuda(run: Callable[[], Any]) -> float:
+def on_cuda(run: Callable[[], Any]) -> float:
     """Time a call with CUDA events, which exclude the launch of the kernel."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
