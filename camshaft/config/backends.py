@@ -112,9 +112,17 @@ HF = RolloutCapabilities(
     sampling=_ALL_SAMPLING,
     continues_rows=True,
     scores_prompts=True,
+    scores_sampling=True,
     scores_candidates=True,
 )
-PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch", continues_rows=True)
+PROCESS = RolloutCapabilities(
+    reads=frozenset({"update_weights_bucket_megabytes"}),
+    wraps="torch",
+    continues_rows=True,
+    scores_prompts=True,
+    scores_sampling=True,
+    scores_candidates=True,
+)
 _GPU_MEMORY = frozenset({"gpu_memory_utilization"})
 SERVER = RolloutCapabilities(ServerOptions, library="vllm", accelerator_keys=_GPU_MEMORY, sampling=_ALL_SAMPLING)
 SGLANG = RolloutCapabilities(
@@ -128,6 +136,7 @@ TORCH = RolloutCapabilities(
     continues_rows=True,
     keeps_rows=True,
     scores_prompts=True,
+    scores_sampling=True,
     scores_candidates=True,
     generates_packed=True,
     supports_routed_experts=True,
@@ -285,6 +294,14 @@ def continues_rows(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
     return capabilities.continues_rows and (inner is None or continues_rows(*inner))
+
+
+def scores_samples(rollout: str, engine_kwargs: Mapping[str, Any], temperature: float = 1.0) -> bool:
+    """Return True if the given rollout can compute the log-probs of given tokens at a temperature."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    scores = capabilities.scores_prompts and (temperature == 1 or capabilities.scores_sampling)
+    return scores and (inner is None or scores_samples(*inner, temperature))
 
 
 def generates_packed(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:

@@ -123,12 +123,19 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score_responses(self, rows: DataProto) -> DataProto:
-        """Return the log-probs of the responses at the temperature of training, and the version that computed them."""
+        """Return the log-probs of the responses at the temperature of training, and the version that computed them.
+
+        Those of tokens beyond the limit of the rollout are NaN.
+        """
         responses = rows.ragged("responses")
         sampling = SamplingParams(max_tokens=1, temperature=self.params[False, False].temperature)
+        tokens = Ragged.join(rows.ragged("prompts"), responses)
         with self._busy():
-            scores = self.rollout.score(Ragged.join(rows.ragged("prompts"), responses), sampling=sampling)
-        log_probs, version = scores.log_probs.suffix(responses.lengths).to("cpu"), self.rollout.version
+            lengths = tokens.lengths.clamp(max=self.rollout.max_scored_tokens)
+            scored = self.rollout.score(tokens.prefix(lengths), sampling=sampling).log_probs.to("cpu")
+        beyond = tokens.lengths - lengths
+        missing = Ragged(scored.values.new_full((int(beyond.sum()),), torch.nan), beyond)
+        log_probs, version = Ragged.join(scored, missing).suffix(responses.lengths), self.rollout.version
         versions = responses.map(lambda ids: torch.full_like(ids, version, dtype=torch.int32))
         return DataProto.from_dict({"rollout_log_probs": log_probs, "policy_versions": versions})
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from camshaft.algorithms import interpolated_log_probs
 from camshaft.checkpoint import SavedCheckpoint, in_flight
-from camshaft.config.backends import rollout_capabilities
+from camshaft.config.backends import scores_samples
 from camshaft.controller import Pending
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
@@ -134,8 +134,9 @@ class AsyncPPOTrainer(PPOTrainer):
         self._received: dict[int, Received] = {}
         """Batches that are not learned, and the one that is being learned."""
         assert parts.rollout is not None
-        scores = rollout_capabilities(self.config.actor_rollout_ref.rollout.name).scores_prompts
-        self.probes = Probes(parts.rollout, parts.rollout_dp_size) if scores else None
+        rollout = self.config.actor_rollout_ref.rollout
+        is_scored = scores_samples(rollout.name, rollout.engine_kwargs, rollout.temperature)
+        self.probes = Probes(parts.rollout, parts.rollout_dp_size) if is_scored else None
         self._collected_at: float | None = None
         self._shares: list[tuple[float, float]] = []
         """Shares of time of each step for which the trainer waited and the generator was idle."""

@@ -81,7 +81,8 @@ IN_A_PROCESS = (
     "sleep and wake", "seeds determine samples", "new weights replace old ones", "digests match the weights",
     "rows do not depend on the batch", "rows end", "stop strings end a row", "invalid prompts are rejected",
     "tied weights load under either name", "weight errors name the weight", "digests detect a transposed weight",
-    "version is that of the weights",
+    "version is that of the weights", "scores match transformers", "scores and samples agree",
+    "scores follow the weights", "invalid scores are rejected",
 )  # fmt: skip
 """Rules for `process`, whose results come from the rollout inside; each rule starts one or two processes.
 

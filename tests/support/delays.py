@@ -9,16 +9,21 @@ import random
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from camshaft.config.backends import TORCH
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
+from camshaft.ragged import Ragged
 from camshaft.reshard import Snapshot
 from camshaft.roles import ActorRolloutRefWorker, RolloutWorker
+from camshaft.rollout import SamplingParams, UnsupportedSampling
 from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.scoring import PromptScores
 from support.even_digits import compute_score as count_even_digits
 
 SECONDS = "CAMSHAFT_TEST_DELAY"
@@ -97,3 +102,24 @@ class Inaccurate(TorchRollout):
             for parameter in self.model.hf.parameters():
                 parameter.data = parameter.data * 1.02
         return digests
+
+
+class Limited(TorchRollout):
+    """Scores only rows that are shorter than the longest ones, and only at temperature 1, as vLLM does."""
+
+    capabilities = replace(TORCH, scores_sampling=False)
+
+    @property
+    def max_scored_tokens(self) -> int:
+        return self.config.max_model_len - 1
+
+    def score(
+        self,
+        prompts: Ragged,
+        top_k: int = 0,
+        candidates: Ragged | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PromptScores:
+        if sampling is not None and not sampling.is_plain:
+            raise UnsupportedSampling("temperature 1 only")
+        return super().score(prompts, top_k, candidates, sampling)

@@ -96,6 +96,17 @@ class RequestHandler:
         tokens, counts, log_probs, finished = (tensor.numpy() for tensor in tensors)
         return tokens, counts, log_probs, finished, out.metrics
 
+    def max_scored_tokens(self) -> int:
+        return self._rollout.max_scored_tokens
+
+    def score(
+        self, prompts: Rows, top_k: int, candidates: Rows | None, sampling: SamplingParams | None
+    ) -> list[Rows | None]:
+        named = None if candidates is None else _ragged(candidates)
+        scores = self._rollout.score(_ragged(prompts), top_k, named, sampling).to("cpu")
+        columns = (scores.log_probs, scores.top_tokens, scores.top_log_probs, scores.candidate_log_probs)
+        return [None if column is None else (column.values.numpy(), column.lengths.numpy()) for column in columns]
+
     def sleep(self) -> None:
         self._rollout.sleep()
         if torch.accelerator.is_available():
@@ -134,7 +145,7 @@ def main(connection: int, stack_file: int, parent: int) -> NoReturn:
         method.__name__: method
         for method in (
             handler.start, handler.load_weights, handler.weight_digests, handler.sync_dtype,
-            handler.generate_sequences, handler.sleep, handler.wake_up,
+            handler.generate_sequences, handler.max_scored_tokens, handler.score, handler.sleep, handler.wake_up,
         )
     }  # fmt: skip
     while True:

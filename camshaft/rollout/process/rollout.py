@@ -31,6 +31,7 @@ from camshaft.device import with_device_index
 from camshaft.errors import GeneratorError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.scoring import PromptScores
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
 from camshaft.stacks import innermost_frames, read_stacks
@@ -140,6 +141,22 @@ class ProcessRollout(BaseRollout):
         responses = Ragged(tokens, lengths)
         return Generation(responses, responses.like(log_probs), finished, metrics).to(prompts.values.device)
 
+    @property
+    def max_scored_tokens(self) -> int:
+        return self._call("max_scored_tokens")
+
+    def score(
+        self,
+        prompts: Ragged,
+        top_k: int = 0,
+        candidates: Ragged | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> PromptScores:
+        named = None if candidates is None else _to_arrays(candidates)
+        log_probs, *others = self._call("score", _to_arrays(prompts), top_k, named, sampling)
+        columns = [None if arrays is None else _to_ragged(arrays) for arrays in others]
+        return PromptScores(_to_ragged(log_probs), *columns).to(prompts.values.device)
+
     def sleep(self) -> None:
         self._call("sleep")
 
@@ -161,6 +178,10 @@ class ProcessRollout(BaseRollout):
 
 def _to_arrays(rows: Ragged) -> tuple[np.ndarray, np.ndarray]:
     return rows.values.cpu().numpy(), rows.lengths.numpy()
+
+
+def _to_ragged(arrays: tuple[np.ndarray, np.ndarray]) -> Ragged:
+    return Ragged(*map(torch.from_numpy, arrays))
 
 
 class _Child:

@@ -169,6 +169,27 @@ def test_a_probe_shows_a_generator_that_differs(tmp_path: Path) -> None:
     assert right["async/probe_log_prob_diff_mean"] < 1e-5 < right["rollout/log_prob_diff_mean"]
 
 
+PROBED = "async/probe_log_prob_diff_mean"
+
+
+def test_a_probe_leaves_out_tokens_that_the_rollout_cannot_score(tmp_path: Path) -> None:
+    limited = {f"{ROLLOUT}.name": f"{delays.__name__}:Limited"}
+    longest = {"data.max_prompt_length": 9, "data.truncation": "left", f"{ROLLOUT}.ignore_eos": True}
+    steps = run_ppo(tmp_path, {**GRPO, **limited, **longest, STALENESS: 1}, steps=3)
+    for step in steps:
+        assert set((step.batch["prompts"].lengths + step.batch["responses"].lengths).tolist()) == {9 + 8}
+    assert 0 < steps[-1].metrics[PROBED] < 1e-5
+
+
+@pytest.mark.parametrize(("rollout", "temperature"), [("Limited", 0.8), ("Limited", 1.0), ("process", 0.8)])
+def test_only_a_rollout_that_scores_its_samples_has_probes(rollout: str, temperature: float, tmp_path: Path) -> None:
+    name = f"{delays.__name__}:{rollout}" if rollout == "Limited" else rollout
+    settings = {**GRPO, STALENESS: 1, f"{ROLLOUT}.name": name, f"{ROLLOUT}.temperature": temperature}
+    metrics = run_ppo(tmp_path, settings, steps=3)[-1].metrics
+    has_none = rollout == "Limited" and temperature != 1
+    assert (PROBED not in metrics) if has_none else metrics[PROBED] < 1e-5
+
+
 @pytest.mark.parametrize("loss_type", ["", "ppo_clip", "interpolated"])
 def test_learned_lengths_are_those_of_accepted_rows(loss_type: str, tmp_path: Path) -> None:
     bypass = bool(loss_type)
