@@ -11,33 +11,25 @@ The first model call determines the shapes, so this module contains no code for 
 """
 
 import itertools
-import math
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from camshaft.errors import RolloutError
 from camshaft.models.attention import layer_window
 from camshaft.models.recurrent import RecurrentLayer, States
+from camshaft.rollout.builtin.cpu import pages
 
 LENGTH_MULTIPLE = 64
 """Granularity of the number of positions per slot."""
 
-PAGE = 2**21
-"""Size of a huge page in bytes."""
-
-MAX_LARGE_PAGES = 2**25
-"""Maximum size of a tensor with huge pages in bytes. In larger ones, each row has pages of its own, so that unused
-positions need no memory. Attention then takes up to 1.16 times as long."""
-
-LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Flag of madvise for huge pages, or None if the system has none."""
+MAX_LARGE_PAGES = 2**28
+"""Maximum size of the keys and values of a cache with huge pages, in bytes. In larger ones, each row has pages of its
+own, so that unused positions need no memory. Attention then takes up to 1.16 times as long."""
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, each of shape (slots, heads, positions, dim)."""
@@ -74,6 +66,8 @@ class KVCache:
         self.state_bytes: dict[tuple[int, str], int] = {}
         """Bytes of a state of a slot, like `position_bytes`."""
         self.num_slots = self.length = 0
+        self._used: dict[int, int] = {}
+        """Number of positions of a slot that may have memory since the last `trim`."""
         self.reallocations = 0
         """Number of reallocations so far. A CUDA graph is valid until the next reallocation."""
 
@@ -131,12 +125,12 @@ class KVCache:
     def fits(self, num_slots: int, length: int) -> bool:
         return num_slots <= self.num_slots and length <= self.length
 
-    def reserve(self, num_slots: int, length: int, live: Sequence[int] | None = None) -> None:
+    def reserve(self, num_slots: int, length: int, live: Sequence[int] | None = None, last: int = 0) -> None:
         """Grow to at least `num_slots` slots of at least `length` positions each.
 
         Without `live`, growing copies all slots. With the lengths of the live rows, it copies only their positions in
-        the first slots, and slot `num_slots - 1`. A CPU commits only pages that are written, so growing late in a call,
-        when few rows are live, is cheap.
+        the first slots, and `last` positions of slot `num_slots - 1`. A CPU commits only pages that are written, so
+        growing late in a call, when few rows are live, is cheap.
         """
         if self.fits(num_slots, length):
             return
@@ -146,9 +140,10 @@ class KVCache:
         kept: list[tuple[slice, int | None]] = [(slice(None), None)]
         if live is not None:
             kept = [(slice(slot, slot + 1), length) for slot, length in enumerate(live)]
-            kept.append((slice(num_slots - 1, num_slots), None))
+            kept.append((slice(num_slots - 1, num_slots), last))
         self.num_slots = max(self.num_slots, num_slots)
         self.reallocations += 1
+        self._used.clear()
         for index, (keys, values) in self.layers.items():
             self.layers[index] = self._grow(keys, kept), self._grow(values, kept)
         for key, old in self.states.items():
@@ -157,7 +152,7 @@ class KVCache:
                 new[: len(old)][slots] = old[slots]
 
     def _grow(self, old: Tensor, kept: list[tuple[slice, int | None]]) -> Tensor:
-        new = _zeros(self.num_slots, self.length, old)
+        new = self._zeros(old)
         for slots, length in kept:
             new[: len(old)][slots, :, : old.shape[2]][:, :, :length] = old[slots, :, :length]
         return new
@@ -170,8 +165,36 @@ class KVCache:
     def _layer(self, index: int, key: Tensor, value: Tensor) -> Layer:
         if index not in self.layers:
             self.position_bytes[index] = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
-            self.layers[index] = _zeros(self.num_slots, self.length, key), _zeros(self.num_slots, self.length, value)
+            self.layers[index] = self._zeros(key), self._zeros(value)
         return self.layers[index]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Allocate keys or values of a layer, with the heads and dim of `like` (..., heads, positions, dim).
+
+        They are zeros, because masked positions must not contain NaN. On a CPU, small caches use huge pages. Attention
+        would otherwise spend some of its time on TLB misses.
+        """
+        shape = self.num_slots, like.shape[1], self.length, like.shape[3]
+        return pages.zeros(shape, like, self._has_large_pages(like))
+
+    def _has_large_pages(self, like: Tensor) -> bool:
+        size = self.num_slots * self.length * like.shape[1] * like.shape[3] * like.element_size()
+        return 2 * self.num_layers * size <= MAX_LARGE_PAGES
+
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Return the memory behind the positions of the first slots to the system, unless the cache has huge pages.
+
+        `lengths` are the numbers of positions that these slots still need.
+        """
+        blocks = [block for block in itertools.chain(*self.layers.values()) if not self._has_large_pages(block)]
+        for slot, length in enumerate(lengths):
+            used = self._used.get(slot, 0)
+            if used - length >= LENGTH_MULTIPLE:
+                for block in blocks:
+                    for head in block[slot]:
+                        pages.release(head[length:used])
+                used = length
+            self._used[slot] = max(used, length)
 
     def layer_states(self, layer: RecurrentLayer, like: States) -> States:
         """Return the states of a layer. The first call allocates them to match `like`, each (rows, ...)."""
@@ -276,6 +299,7 @@ class KVCache:
         """Free the memory."""
         self.layers.clear()
         self.states.clear()
+        self._used.clear()
         self.num_slots = self.length = 0
         self.reallocations += 1
 
@@ -296,19 +320,3 @@ def _round_coarsely(number: int) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
-
-
-def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
-    """Allocate keys or values of a layer, with the heads and dim of `like` (..., heads, positions, dim).
-
-    They are zeros, because masked positions must not contain NaN. On a CPU, tensors of up to `MAX_LARGE_PAGES` use huge
-    pages. Attention would otherwise spend some of its time on TLB misses.
-    """
-    shape = num_slots, like.shape[1], length, like.shape[3]
-    count = math.prod(shape)
-    size = count * like.element_size()
-    if like.device.type != "cpu" or size < PAGE or LARGE_PAGES is None:
-        return like.new_zeros(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(LARGE_PAGES if size <= MAX_LARGE_PAGES else mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)

@@ -252,7 +252,8 @@ class Scheduler:
     def _reserve(self, length: int, started: Sequence[int] = ()) -> None:
         """Reserve slots of `length` positions. `started` contains the lengths of rows behind the live ones."""
         if not self.cache.fits(self.num_slots + 1, length):
-            self.cache.reserve(self.num_slots + 1, length, [*self.live[POSITION].tolist(), *started])
+            spare = max((len(group.prompt) for group in self.groups if group.logits is not None), default=0)
+            self.cache.reserve(self.num_slots + 1, length, [*self.live[POSITION].tolist(), *started], spare)
 
     def _compute(self, tokens: list[int], lengths: list[int], step: PrefillStep | ExtendStep) -> Tensor:
         """Compute packed tokens, and return the logits (rows, V) of the last token of each row."""
@@ -409,6 +410,8 @@ class Scheduler:
         if self.device.type == "cpu" and self.max_position >= SHORTEST:
             self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())
             self._reorder(order)
+            free = [0] * (self.num_slots - self.live.shape[1])
+            self.cache.trim([*(self.live[POSITION] + 1).tolist(), *free])
 
     def _stop_mask(self) -> Tensor | None:
         """Return a bool mask (live rows,) of rows that a stop token or string has ended; None if there are no stops."""

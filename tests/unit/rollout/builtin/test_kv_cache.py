@@ -14,8 +14,10 @@ from camshaft.errors import RolloutError
 from camshaft.models.blockwise import Scores
 from camshaft.rollout.builtin import extend
 from camshaft.rollout.builtin import kv_cache as slots_module
+from camshaft.rollout.builtin.cpu import pages
+from camshaft.rollout.builtin.cpu.pages import LARGE_PAGE
 from camshaft.rollout.builtin.extend import ExtendStep
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, MAX_LARGE_PAGES, PAGE, KVCache
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, KVCache
 from camshaft.rollout.builtin.steps import ATTENTION_MULTIPLE, DecodeStep, PrefillStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -193,11 +195,11 @@ def test_growing_keeps_live_slots_and_the_last_slot() -> None:
     """A request for 5 slots in a cache of 6: the last requested slot is slot 4."""
     slots = filled(6, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
-    slots.reserve(5, LENGTH_MULTIPLE + 1, live=[10, 3])
+    slots.reserve(5, LENGTH_MULTIPLE + 1, live=[10, 3], last=7)
     assert (slots.num_slots, slots.length) == (6, 2 * LENGTH_MULTIPLE)
     for index, tensors in slots.layers.items():
         for now, then in zip(tensors, before[index], strict=True):
-            for slot, length in ((0, 10), (1, 3), (4, LENGTH_MULTIPLE)):
+            for slot, length in ((0, 10), (1, 3), (4, 7)):
                 assert torch.equal(now[slot, :, :length], then[slot, :, :length])
                 assert not now[slot, :, length:].any()
             assert not now[[2, 3, 5]].any()
@@ -261,31 +263,54 @@ def test_rows_exchange_their_slots() -> None:
         assert torch.equal(now[1, :, :7], then[2, :, :7])
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * mmap.PAGESIZE
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="requires the memory counts of Linux")
-def test_unused_positions_of_a_large_cache_need_no_memory() -> None:
-    """Rows use 32 of 512 positions. Huge pages would contain the unused ones."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * mmap.PAGESIZE
-
+def test_unused_positions_of_a_large_cache_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows use 32 of 512 positions, and later 256. Huge pages would contain the unused ones."""
+    monkeypatch.setattr(slots_module, "MAX_LARGE_PAGES", 2**25)
     slots, key = cache(max_model_len=512), torch.ones(1, 2, 1, 128)
     slots.reserve(80, 512)
     before = resident()
-    for block in slots.layer(layer(0), key, key):
-        assert block.nbytes > MAX_LARGE_PAGES
+    blocks = slots.layer(layer(0), key, key)
+    for block in blocks:
         block[:, :, :32] = key
     assert slots.num_bytes / 16 <= resident() - before < slots.num_bytes / 4
+    slots.trim([32] * 80)
+    for block in blocks:
+        block[:, :, :256] = key
+    assert resident() - before >= slots.num_bytes / 2
+    slots.trim([256] * 80)
+    slots.trim([100, *[0] * 78])
+    assert resident() - before < slots.num_bytes / 4
+    for block in blocks:
+        assert block[0, :, :100].all()
+        assert not block[0, :, 128:].any()
+        assert not block[1:79].any()
+        assert block[79, :, :256].all()
+
+
+def test_a_cache_with_huge_pages_keeps_its_memory() -> None:
+    slots, key = cache(max_model_len=512), torch.ones(1, 2, 1, 128)
+    slots.reserve(80, 512)
+    (keys, _) = slots.layer(layer(0), key, key)
+    keys[:] = key
+    slots.trim([512] * 80)
+    slots.trim([0] * 80)
+    assert keys.all()
 
 
 @pytest.mark.parametrize("large", [True, False])
 def test_large_blocks_are_zero_and_writable_for_any_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not large:
-        monkeypatch.setattr(slots_module, "LARGE_PAGES", None)
+        monkeypatch.setattr(pages, "LARGE_PAGES", None)
     slots = cache()
-    slots.reserve(PAGE // (2 * LENGTH_MULTIPLE * DIM * 4), 2 * LENGTH_MULTIPLE // 3)
+    slots.reserve(LARGE_PAGE // (2 * LENGTH_MULTIPLE * DIM * 4), 2 * LENGTH_MULTIPLE // 3)
     key = torch.ones(1, 2, 1, DIM)
     keys, values = slots.layer(layer(0), key, key.bfloat16())
-    assert keys.nbytes >= PAGE
+    assert keys.nbytes >= LARGE_PAGE
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     assert not keys.any()
     keys[-1, -1, -1] = key[0, 0, 0]

@@ -15,7 +15,7 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin import length_classes, scheduler
+from camshaft.rollout.builtin import kv_cache, length_classes, scheduler
 from camshaft.rollout.builtin import rollout as rollout_module
 from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
@@ -172,13 +172,20 @@ def test_long_responses_outgrow_their_slots(harness: RolloutHarness) -> None:
 def test_rows_of_different_lengths_move_between_classes(
     harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of 1 to 60 tokens, in slots whose order changes when rows end, start and grow."""
+    """Prompts of 1 to 60 tokens, in slots whose order changes when rows end, start and grow.
+
+    Positions behind the rows get large values where the memory of a large cache would be released.
+    """
     moved: list[int] = []
+    released: list[int] = []
     permute = KVCache.permute
 
     def counted(self: KVCache, sources: list[int], targets: list[int], lengths: list[int]) -> None:
         moved.extend(sources)
         permute(self, sources, targets, lengths)
+
+    def overwrite(part: Tensor) -> None:
+        released.append(len(part.fill_(1e3)))
 
     prompts = harness.prompts(3, 60, 1, 30, 20, 5, 41, 2, 12, 9, 33, 17)
     seeds, sampling = torch.arange(len(prompts)), SamplingParams(40, temperature=1.3, stop_token_ids=tuple(range(4)))
@@ -188,9 +195,13 @@ def test_rows_of_different_lengths_move_between_classes(
     for module in (length_classes, scheduler):
         monkeypatch.setattr(module, "SHORTEST", 8)
     monkeypatch.setattr(length_classes, "MIN_SAVED", 1)
+    monkeypatch.setattr(kv_cache, "MAX_LARGE_PAGES", 0)
+    monkeypatch.setattr(kv_cache, "LENGTH_MULTIPLE", 1)
+    monkeypatch.setattr(kv_cache.pages, "release", overwrite)
     actual = checked_generation(harness.case(max_num_seqs=6), prompts, sampling, seeds).responses
     assert torch.equal(actual.values, expected.values)
     assert len(moved) > 10
+    assert sum(released) > 100
 
 
 def test_windows_hold_over_long_responses(harness: RolloutHarness) -> None:
