@@ -133,8 +133,9 @@ class JobQueue:
             if not self._jobs:
                 return []
             if not self._continues_turn():
+                if self._turn in self._jobs:  # it has the last turn, also if its jobs arrived before those of others
+                    self._jobs[self._turn] = self._jobs.pop(self._turn)
                 self._turn, self._num_tokens = next(iter(self._jobs)), 0
-                self._jobs[self._turn] = self._jobs.pop(self._turn)  # which then has the last turn
             first = self._jobs[self._turn][0]
             self._num_tokens += first.num_tokens or 0
             batch = [first] if first.batch is None else self._gathered(first)
