@@ -31,6 +31,9 @@ _FUNCTION = re.compile(r"[^\s{}]+\.py(:\w+)?|[\w.]+:[\w.]+")
 MAX_NAMES = 10
 """Largest number of names that an error about an unknown one lists."""
 
+TESTED_SDK = ">=0.38,<0.39"
+"""Versions of the package `tinker`, the SDK of clients, with which `camshaft serve` is tested."""
+
 PROVIDED_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",

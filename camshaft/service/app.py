@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from camshaft.http import Reply, Request, json_reply
+from camshaft.plugins import TESTED_SDK
 from camshaft.service.errors import Refused
 from camshaft.service.keys import Keys
 from camshaft.service.runs import Page
@@ -161,7 +162,7 @@ class App:
 
     def _train(self, owner: str, request: Request) -> Any:
         if "protobuf" not in request.headers.get("Content-Type", ""):
-            raise Refused("forward_backward is read as protobuf only; install tinker>=0.38,<0.39")
+            raise Refused(f"forward_backward is read as protobuf only; install tinker{TESTED_SDK}")
         if "Content-Encoding" in request.headers:
             raise Refused("forward_backward is read without compression; the flag proto_compress_fwdbwd is off")
         try:

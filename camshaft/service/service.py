@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.config.serve import ServeConfig
+from camshaft.plugins import TESTED_SDK
 from camshaft.service import codec
 from camshaft.service.checkpoints import Checkpoints, Record
 from camshaft.service.commands import Job, JobQueue, digest_of, restore_future, write_json
@@ -153,7 +154,8 @@ class Service:
         self.store.write(add_session(session.identifier, owner))
         self.store.flush()
         self.sessions.add(session)
-        logger.info("session %s of key %s, tinker %s", session.identifier, owner, body.sdk_version or "unknown")
+        version = body.sdk_version or "unknown"
+        logger.info("session %s of key %s, tinker %s (tested: %s)", session.identifier, owner, version, TESTED_SDK)
         return {
             "type": "create_session",
             "session_id": session.identifier,

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+from packaging.specifiers import SpecifierSet
+
+from camshaft.plugins import TESTED_SDK
 from camshaft.service.commands import Repetitions
 from camshaft.service.errors import Refused
 from camshaft.service.models import Model
 from camshaft.service.sampling import Sampler
 
-TESTED_SDK = ((0, 38), (0, 39))
-"""First version of the SDK that is tested, and first one that is not."""
 FIRST_SDK = (0, 25)
 """First version of the SDK that sends protobuf."""
 
@@ -114,9 +115,8 @@ def check_sdk(version: str) -> str | None:
     number = (int(match[1]), int(match[2]))
     if number < FIRST_SDK:
         raise Refused(
-            f"tinker {version} sends requests as JSON, which this server does not read; install tinker>=0.38,<0.39"
+            f"tinker {version} sends requests as JSON, which this server does not read; install tinker{TESTED_SDK}"
         )
-    first, end = TESTED_SDK
-    if first <= number < end:
+    if SpecifierSet(TESTED_SDK).contains(f"{number[0]}.{number[1]}"):
         return None
-    return f"camshaft serve is tested with tinker>=0.38,<0.39, and this is {version}; see docs/serve.md#newer-sdks"
+    return f"camshaft serve is tested with tinker{TESTED_SDK}, and this is {version}; see docs/serve.md#newer-sdks"

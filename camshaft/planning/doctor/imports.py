@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from camshaft.planning.doctor.findings import Finding, fail, ok, warn
+from camshaft.plugins import TESTED_SDK
 
 OPTIONAL = ("vllm", "sglang", "ray", "megatron-core", "torchtitan", "triton", "peft")
 """Optional packages that provide engines, rollouts, the controller, kernels and adapters."""
@@ -58,6 +59,16 @@ def check_optional_packages() -> Iterator[Finding]:
     missing = [name for name in OPTIONAL if package_version(name) is None]
     parts = {"installed": installed, "not installed": missing}
     yield ok("optional", "; ".join(f"{label}: {', '.join(names)}" for label, names in parts.items() if names))
+
+
+def check_tinker_sdk() -> Iterator[Finding]:
+    """Report the versions of the Tinker SDK with which `camshaft serve` is tested. Its clients have the SDK."""
+    version = package_version("tinker")
+    tested = f"camshaft serve is tested with tinker{TESTED_SDK}"
+    if version is not None and not SpecifierSet(TESTED_SDK).contains(version):
+        yield warn("tinker sdk", f"{tested}, and tinker {version} is installed", f"pip install 'tinker{TESTED_SDK}'")
+    else:
+        yield ok("tinker sdk", f"{tested}; {'not installed here' if version is None else f'installed: {version}'}")
 
 
 def installed_versions() -> dict[str, str]:

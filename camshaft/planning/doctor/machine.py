@@ -28,6 +28,7 @@ from camshaft.planning.doctor.imports import (
     check_packages,
     check_python,
     check_shadowing,
+    check_tinker_sdk,
     package_version,
 )
 from camshaft.subprocesses import start_thread
@@ -51,6 +52,7 @@ def machine_checks(folder: Path) -> dict[str, Check]:
         "python": check_python,
         "packages": check_packages,
         "optional": check_optional_packages,
+        "tinker sdk": check_tinker_sdk,
         "imports": check_shadowing,
         "cpu": check_cpu,
         "memory": check_memory,
