@@ -1,19 +1,23 @@
 """The server of this package follows the rules of the Tinker contract, and the contract rejects broken servers."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_tinker import CAUGHT_BY, IsStrict, RefusesScores, Routes, running_twin
+from support.broken_tinker import ALSO_BREAKS, CAUGHT_BY, IsStrict, RefusesScores, Routes, running_twin
 
 from camshaft.cli import main
 from camshaft.contracts.rules import NotClaimed, Rule, check_claimed
+from camshaft.contracts.tinker import handshake, losses, order, sampling, scoring, states, updates
 from camshaft.contracts.tinker.harness import Target, TinkerHarness
 from camshaft.contracts.tinker.suite import RULES
 
 BY_NAME = {rule.name: rule for rule in RULES}
+MODULES = (handshake, losses, updates, order, sampling, scoring, states)
+TOPICS = [[BY_NAME[check.__name__.replace("_", " ")] for check in module.CHECKS] for module in MODULES]
 FAST = ("ppo", "gradients add up", "repeated commands run once", "failed chunks fail the step", "seeds decide samples")
 """Rules and twins of `make test`."""
 
@@ -59,6 +63,23 @@ def test_contract_names_the_rule_that_a_broken_server_breaks(broken: Any, tmp_pa
         verdict = check_claimed(BY_NAME[CAUGHT_BY[broken]], harness)
     assert verdict.problem is not None, verdict.not_claimed
     assert not verdict.problem.startswith("AssertionError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [pytest.param(kind, id=kind.__name__) for kind in CAUGHT_BY])
+def test_a_broken_server_breaks_no_rule_beyond_the_table(broken: Any, tmp_path: Path) -> None:
+    """All rules of the topic are checked. An error of Python would mean that the server breaks by accident."""
+    rules = next(rules for rules in TOPICS if BY_NAME[CAUGHT_BY[broken]] in rules)
+    with running_twin(broken, tmp_path) as target:
+        problems = dict[str, str]()
+        for rule in rules:
+            with TinkerHarness(target) as harness:
+                problem = check_claimed(rule, harness).problem
+            if problem is not None:
+                problems[rule.name] = problem
+    assert CAUGHT_BY[broken] in problems
+    assert problems.keys() - {CAUGHT_BY[broken]} <= ALSO_BREAKS.get(broken, set())
+    assert not [problem for problem in problems.values() if re.search(r"\b(Type|Value|Attribute|Key)Error\b", problem)]
 
 
 def test_a_server_that_refuses_a_feature_does_not_claim_its_rule(

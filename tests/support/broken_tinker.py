@@ -502,7 +502,7 @@ class CreatesOther(ServedWorker):
 
 class HasNoAlpha(CreatesOther):
     def edit(self, lora: LoRAConfig) -> LoRAConfig:
-        return replace(lora, alpha=1e-9)
+        return lora.model_copy(update={"alpha": 1e-9})
 
 
 class IgnoresSeeds(CreatesOther):
@@ -510,12 +510,12 @@ class IgnoresSeeds(CreatesOther):
 
     def edit(self, lora: LoRAConfig) -> LoRAConfig:
         self.count += 1
-        return replace(lora, seed=self.count)
+        return lora.model_copy(update={"seed": self.count})
 
 
 class IgnoresGroups(CreatesOther):
     def edit(self, lora: LoRAConfig) -> LoRAConfig:
-        return replace(lora, train_attn=True, train_mlp=True)
+        return lora.model_copy(update={"train_attn": True, "train_mlp": True})
 
 
 class SharesEngine(ServedWorker):
@@ -732,6 +732,68 @@ CAUGHT_BY: dict[type[App] | type[ServedWorker], str] = {
     ForgetsSamplers: "restarts keep samplers",
 }
 """Rule that each server breaks."""
+
+LOSSES = ("cross entropy", "weights of any sign", "importance sampling", "ppo", "cispo", "dro", "gspo")
+ALSO_BREAKS: dict[type[App] | type[ServedWorker], set[str]] = {
+    HasNoConfig: {"unknown fields are ignored"},
+    ChecksKeysAtSubmission: {"keys separate users"},
+    ChoosesIds: {
+        "requests tolerate lost answers",
+        "unknown fields are ignored",
+        "newer loss options win",
+        "foreign keys are refused",
+        "keys separate users",
+        "polls end in time",
+        "mistakes are final",
+    },
+    AnswersConflict: {"missing fields are named"},
+    AlignsRight: {*LOSSES, "log probs are those of the targets", "custom losses in two passes"},
+    Averages: {*LOSSES, "losses are sums", "custom losses in two passes"},
+    TakesWeightsAsMask: {"custom losses in two passes"},
+    DividesByDatums: {*LOSSES, "custom losses in two passes"},
+    ReturnsHalfPrecision: {*LOSSES, "log probs are those of the targets", "answers are aligned with datums"},
+    ClearsAtEachCall: {"clipping is of the sum"},
+    AlwaysTrains: {
+        "gradients add up",
+        "updates are those of adamw",
+        "steps need gradients",
+        "infinite gradients change nothing",
+    },
+    KeepsGradients: {"gradients add up", "updates are those of adamw", "infinite gradients change nothing"},
+    HasNoAlpha: {"adapter seeds reproduce", "adapter groups select layers"},
+    RunsInOrderOfArrival: {"numbers have one body", "gaps end"},
+    RunsAgain: {
+        "commands run in the order of their numbers",
+        "numbers have one body",
+        "faults do not change weights",
+        "gaps end",
+    },
+    ForgetsSentResults: {
+        "repeated commands run once",
+        "repeated samples are one request",
+        "faults do not change weights",
+        "gaps end",
+    },
+    AddsAgain: {
+        "commands run in the order of their numbers",
+        "repeated commands run once",
+        "numbers have one body",
+        "gaps end",
+    },
+    StepsOnTheRest: {"models are usable after failures"},
+    StaysPoisoned: {"gaps end", "failed chunks fail the step"},
+    SeedsTheBatch: {"samplers keep their version"},
+    SamplesNewestWeights: {"base models are not trained"},
+    PublishesTheBase: {"samplers keep their version"},
+    ScoresTheNextToken: {"log probs of prompts and samples agree"},
+    RanksTheNextToken: {"samples have the most likely tokens"},
+    RanksThePrompt: {"prompts have the most likely tokens"},
+    LoadsIntoTheSource: {"clients are isolated", "restarts lose nothing"},
+    SharesEngine: {"models are created from saved weights", "restarts lose nothing"},
+    ForgetsCommands: {"restarts keep samplers"},
+    ForgetsSamplers: {"restarts lose nothing"},
+}
+"""Further rules of the same topic that a server may break. The others break no other one."""
 
 
 @contextlib.contextmanager
