@@ -11,8 +11,9 @@
   (`--datasheet`, TFLOP/s). Recomputation does not count.
 - memory: peak of `linear_logprob` with entropy at three vocabularies. Forward: minus inputs and outputs. With the
   backward pass: also minus the gradients, in float32 as they are accumulated over tiles.
-- decode: the built-in generator, all tokens but the first. The bound is the time to read, at the measured copy rate,
-  the weights once per step and the keys and values of all rows at their lengths.
+- decode: the built-in generator, all tokens but the first. The bound is the time to read, at the measured copy rate or
+  that of the datasheet (`--bandwidth`, TB/s), the weights once per step and the keys and values of all rows at their
+  lengths.
 - syncs: host waits between the marks around a micro-batch in the profiler's trace, and an update in which CUDA rejects
   synchronizing calls inside the marks.
 - weights, prompts, steps, kernels: weight syncs and offloading, updates with shared prompts, GRPO steps by phase, and
@@ -124,6 +125,15 @@ def _update_row(
     return row | {"measured": "; ".join(parts).format(**row)}
 
 
+def beside_bandwidth(row: dict[str, Any], terabytes: float | None) -> dict[str, Any]:
+    """Add the share of the datasheet's bandwidth to a row of decode steps that was measured."""
+    if terabytes is None or "of_copy_rate" not in row:
+        return row
+    share = row["of_copy_rate"] * row["copy_gbytes"] / (1000 * terabytes)
+    more = f"; {share:.1%} of the bound at the datasheet's {terabytes:.2f} TB/s"
+    return row | {"of_bandwidth": share, "measured": row["measured"] + more}
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -138,6 +148,7 @@ def options_of() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="config key of camshaft's update; repeatable"
     )
     parser.add_argument("--datasheet", type=float, help="the vendor's TFLOP/s in that format, without sparsity")
+    parser.add_argument("--bandwidth", type=float, help="the vendor's TB/s of memory")
     parser.set_defaults(rounds=3)
     options = parser.parse_args()
     for option, choices in ((options.parts, PARTS), (options.against, AGAINST)):
@@ -169,7 +180,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
             "update": lambda: update_rows(job, names, options),
             "memory": lambda: gpu_parts.memory_rows(job),
-            "decode": lambda: gpu_parts.decode_rows(job),
+            "decode": lambda: [beside_bandwidth(row, options.bandwidth) for row in gpu_parts.decode_rows(job)],
             "syncs": lambda: gpu_parts.syncs_rows(job),
             "weights": lambda: gpu_system.sync_rows(job),
             "prompts": lambda: gpu_system.prompt_rows(job),

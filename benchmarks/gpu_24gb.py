@@ -139,7 +139,7 @@ def small_card(memory: int, device: str) -> Iterator[None]:
         yield
         return
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(memory / total, device)
+    torch.cuda.set_per_process_memory_fraction(memory / total, torch.device(device).index or 0)
 
     def reported(*_: Any) -> tuple[int, int]:
         return memory - torch.cuda.memory_reserved(device), memory

@@ -134,33 +134,44 @@ def rows_of(row: Row, seed: int) -> Rows:
     return Rows([each[:1] for each in tokens], responses, old, advantages)
 
 
-class Policy:
-    """An actor."""
+def policy_settings(row: Row, device: str, dtype: str) -> dict[str, Any]:
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    return {
+        f"{actor}.strategy": "fsdp",
+        f"{actor}.fsdp_config.model_dtype": dtype if row.lora else "float32",
+        f"{actor}.fsdp_config.mixed_precision.param_dtype": "null" if row.lora or dtype == "float32" else dtype,
+        f"{actor}.ppo_mini_batch_size": 1,
+        f"{actor}.ppo_max_token_len_per_gpu": row.length,
+        f"{model}.random_init": True,
+        f"{model}.lora_rank": row.lora,
+        f"{model}.enable_gradient_checkpointing": row.recompute,
+        "actor_rollout_ref.rollout.n": ROWS_PER_UPDATE,
+        "data.train_batch_size": 1,
+        "data.max_prompt_length": 1,
+        "data.max_response_length": row.length - 1,
+        "trainer.device": device,
+    }
 
-    def __init__(self, row: Row, folder: Path, device: str, dtype: str):
-        from camshaft_side import ActorUpdate
 
-        actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-        settings = {
-            f"{actor}.strategy": "fsdp",
-            f"{actor}.fsdp_config.model_dtype": dtype if row.lora else "float32",
-            f"{actor}.fsdp_config.mixed_precision.param_dtype": "null" if row.lora or dtype == "float32" else dtype,
-            f"{actor}.ppo_mini_batch_size": 1,
-            f"{actor}.ppo_max_token_len_per_gpu": row.length,
-            f"{model}.random_init": True,
-            f"{model}.lora_rank": row.lora,
-            f"{model}.enable_gradient_checkpointing": row.recompute,
-            "actor_rollout_ref.rollout.n": ROWS_PER_UPDATE,
-            "data.train_batch_size": 1,
-            "data.max_prompt_length": 1,
-            "data.max_response_length": row.length - 1,
-            "trainer.device": device,
-        }
-        with random_weights():
-            self.side = ActorUpdate(folder, **settings)
-
-    def update(self, rows: Rows) -> dict[str, float]:
-        return self.side.update(rows)
+def supervised_settings(row: Row, folder: Path, device: str, dtype: str) -> dict[str, Any]:
+    return {
+        "strategy": "fsdp",
+        "model.path": folder,
+        "model.random_init": True,
+        "model.enable_gradient_checkpointing": row.recompute,
+        "fsdp_config.mixed_precision.param_dtype": "null" if dtype == "float32" else dtype,
+        "optim.lr": LEARNING_RATE,
+        "optim.weight_decay": 0.01,
+        "optim.lr_warmup_steps_ratio": 0,
+        "optim.lr_scheduler_type": "constant",
+        "grad_clip": GRAD_CLIP,
+        "data.train_files": folder / "train.parquet",
+        "data.train_batch_size": ROWS_PER_UPDATE,
+        "data.max_length": row.length,
+        "data.max_token_len_per_gpu": row.length,
+        "trainer.device": device,
+        "trainer.n_gpus_per_node": 1,
+    }
 
 
 class Supervised:
@@ -170,24 +181,7 @@ class Supervised:
         from camshaft.config import SFTConfig, compose
         from camshaft.roles import SFTWorker
 
-        settings = {
-            "strategy": "fsdp",
-            "model.path": folder,
-            "model.random_init": True,
-            "model.enable_gradient_checkpointing": row.recompute,
-            "fsdp_config.mixed_precision.param_dtype": "null" if dtype == "float32" else dtype,
-            "optim.lr": LEARNING_RATE,
-            "optim.weight_decay": 0.01,
-            "optim.lr_warmup_steps_ratio": 0,
-            "optim.lr_scheduler_type": "constant",
-            "grad_clip": GRAD_CLIP,
-            "data.train_files": folder / "train.parquet",
-            "data.train_batch_size": ROWS_PER_UPDATE,
-            "data.max_length": row.length,
-            "data.max_token_len_per_gpu": row.length,
-            "trainer.device": device,
-            "trainer.n_gpus_per_node": 1,
-        }
+        settings = supervised_settings(row, folder, device, dtype)
         (config,) = compose([f"{key}={value}" for key, value in settings.items()], SFTConfig)
         self.worker = SFTWorker(config, total_steps=1000)
         with random_weights():
@@ -228,11 +222,20 @@ class Textbook(gpu_model.Padded):
         return -chosen.sum() if self.supervised else super().loss_of(chosen, rows)
 
 
+def build(side: str, row: Row, folder: Path, device: str, dtype: str) -> Any:
+    """Build one side of a row."""
+    if side == "textbook" or row.supervised:
+        return (Textbook if side == "textbook" else Supervised)(row, folder, device, dtype)
+    from camshaft_side import ActorUpdate
+
+    with random_weights():
+        return ActorUpdate(folder, **policy_settings(row, device, dtype))
+
+
 def timed(task: dict[str, Any]) -> dict[str, Any]:
     """Build a side of a row and time its updates."""
     row, device = Row(**task["row"]), task["device"]
-    kind = Textbook if task["side"] == "textbook" else Supervised if row.supervised else Policy
-    side = kind(row, Path(task["folder"]), device, task["dtype"])
+    side = build(task["side"], row, Path(task["folder"]), device, task["dtype"])
     first = side.update(rows_of(row, seed=0))
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)

@@ -224,6 +224,16 @@ def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> N
     assert all(row["measured"].endswith(" tokens/s") for row in rows)
 
 
+def test_decode_steps_report_their_share_of_both_bandwidths(job: gpu_parts.Job) -> None:
+    row = gpu.beside_bandwidth(gpu_parts.decode_rows(job)[0], terabytes=4.8)
+    bytes_per_second = gpu_parts.decode_work(TINY, "bfloat16").bytes / row["seconds"]
+    assert row["of_bandwidth"] == pytest.approx(bytes_per_second / 4.8e12)
+    assert row["of_copy_rate"] == pytest.approx(bytes_per_second / job.rates.copy)
+    assert row["measured"].endswith("of the bound at the datasheet's 4.80 TB/s")
+    missing = {"what": "enforce_eager=False", "measured": gpu_parts.NEEDS_CUDA}
+    assert gpu.beside_bandwidth(missing, terabytes=4.8) == missing
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:

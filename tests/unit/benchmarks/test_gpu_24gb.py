@@ -30,15 +30,15 @@ def test_the_search_finds_the_last_number_that_fits(expected: int) -> None:
 
 
 def test_a_small_card_limits_the_allocator_and_reports_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    fractions: list[float] = []
+    limits: list[tuple[float, int]] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (70 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 15 * GIB)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda *_: 15 * GIB)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda *_: 11 * GIB)
     with gpu_24gb.small_card(20 * GIB, "cuda"):
         assert memory_info(torch.device("cuda")) == (9 * GIB, 20 * GIB)  # 5 of the card, 4 that the allocator holds
-    assert fractions == [0.25]
+    assert limits == [(0.25, 0)]  # the function takes no device without an index
     assert torch.cuda.mem_get_info()[1] == 80 * GIB
 
 

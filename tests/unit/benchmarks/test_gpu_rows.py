@@ -14,10 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
+import camshaft_side
 import gpu_attention
 import gpu_rows
 from gpu_attention import Case
 from gpu_model import QWEN3
+
+from camshaft.config import SFTConfig, compose
 
 BENCHMARKS = Path(gpu_rows.__file__).parent
 FULL, LORA, SUPERVISED = gpu_rows.TINY
@@ -82,6 +85,22 @@ def test_the_page_states_each_row_with_its_goal_and_bound() -> None:
         assert (float(published), memory, cells[2]) == (row.published, f"{row.gib} GiB", f"{row.goal} times")
         bound = 2 * row.length / row.bound(772e12, {"forward": 199e12, "backward": 227e12})
         assert float(cells[3].split()[0]) == pytest.approx(bound / row.published, abs=0.005)
+
+
+@pytest.mark.parametrize("row", gpu_rows.ROWS, ids=str)
+def test_the_settings_of_a_row_are_valid_on_a_gpu(row: gpu_rows.Row, tmp_path: Path) -> None:
+    QWEN3[row.model].write(tmp_path, row.length, "bfloat16")
+    if row.supervised:
+        words = gpu_rows.supervised_settings(row, tmp_path, "cuda", "bfloat16")
+        (config,) = compose([f"{key}={value}" for key, value in words.items()], SFTConfig)
+        fsdp, most = config.fsdp_config, config.data.max_token_len_per_gpu
+    else:
+        actor = camshaft_side.config(
+            tmp_path, **gpu_rows.policy_settings(row, "cuda", "bfloat16")
+        ).actor_rollout_ref.actor
+        fsdp, most = actor.fsdp_config, actor.ppo_max_token_len_per_gpu
+    assert (fsdp.model_dtype, fsdp.compute_dtype()) == ("bfloat16" if row.lora else "float32", "bfloat16")
+    assert most == row.length
 
 
 def test_a_bound_is_the_time_of_products_and_attention() -> None:

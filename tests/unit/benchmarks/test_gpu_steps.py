@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
+import camshaft_side
 import gpu_steps
 from gpu_model import SIZES
 from roofline import Rates
@@ -43,6 +44,15 @@ def test_responses_have_the_given_lengths(response: str, most: int) -> None:
     row = gpu_steps.result_row(TINY | {"response": response}, result, {"measured": Rates(1, 1e12, 1e12)})
     assert row["tokens_per_second"] * row["step"] == pytest.approx(sum(lengths))
     assert all(0 < row[f"{phase}_measured"] < 1 for phase in gpu_steps.PHASES)
+
+
+def test_the_settings_are_valid_on_a_gpu(tmp_path: Path) -> None:
+    gpu_steps.write_inputs(tmp_path, "1.5B", prompts=2, length=1024, longest=9216)
+    task = {"device": "cuda", "dtype": "bfloat16", "prompts": 64, "budget": 16_384}
+    actual = camshaft_side.config(tmp_path, **gpu_steps.settings(task, 1024, 8192))
+    assert actual.actor_rollout_ref.actor.fsdp_config.compute_dtype() == "bfloat16"
+    assert actual.actor_mini_batch() == 32 * gpu_steps.SAMPLES
+    assert not actual.actor_rollout_ref.rollout.enforce_eager
 
 
 @pytest.mark.slow
