@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_rows.py --out benchmarks/results/gpu_rows      # on a CUDA machine, about nine minutes
     python benchmarks/gpu_rows.py --parts updates --rows 2 --profile --out rows      # one row, with its longest kernels
+    python benchmarks/gpu_rows.py --forecast                             # memory of the updates, on any machine
     python benchmarks/gpu_rows.py --tiny --device cpu                    # checks the script on any machine
 
 - Attention: the kernels of `gpu_attention.py`, in several processes, so that a crash loses one group of kernels.
@@ -268,6 +269,24 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     return {"rows": [measured(kernel, case, device, dtype) for kernel in task["kernels"] for case in cases]}
 
 
+def forecast(row: Row, folder: Path) -> float:
+    """Forecast the peak of an update on a GPU in GiB, with layers that are not compiled."""
+    from camshaft_side import config
+
+    from camshaft.config import SFTConfig, compose
+    from camshaft.planning import trace
+
+    QWEN3[row.model].write(folder, row.length, "bfloat16" if row.lora else "float32")
+    if row.supervised:
+        words = supervised_settings(row, folder, "cuda", "bfloat16") | {"use_torch_compile": False}
+        (settings,) = compose([f"{key}={value}" for key, value in words.items()], SFTConfig)
+        phases = trace.forecast(settings, trace.MODEL)
+    else:
+        words = policy_settings(row, "cuda", "bfloat16") | {"actor_rollout_ref.actor.use_torch_compile": False}
+        phases = trace.forecast(config(folder, **words), trace.POLICY)
+    return next(phase.peak for phase in phases if phase.name in ("train", "update_actor")) / 2**30
+
+
 # -- tables ---------------------------------------------------------------------------------------
 
 ATTENTION = {
@@ -369,11 +388,17 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
     parser.add_argument("--rows", default="1,2,3,4,5", help="numbers of the updates, comma-separated (default: all)")
     parser.add_argument("--profile", action="store_true", help="write the longest kernels of each update to a file")
+    parser.add_argument("--forecast", action="store_true", help="print the forecast memory of the updates, and end")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.set_defaults(rounds=2)
     options = parser.parse_args()
     if options.task is not None:
         answer(run_task, options.task)
+        return
+    if options.forecast:
+        for row in TINY if options.tiny else ROWS:
+            with tempfile.TemporaryDirectory() as name:
+                print(f"{row}: {forecast(row, Path(name)):.2f} GiB, published {row.gib} GiB", flush=True)
         return
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device found; --tiny --device cpu checks the script itself")

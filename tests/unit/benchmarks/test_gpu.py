@@ -235,6 +235,7 @@ def test_decode_steps_report_their_share_of_both_bandwidths(job: gpu_parts.Job) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling")
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     modes: list[str] = []

@@ -83,6 +83,7 @@ def test_the_page_states_each_row_with_its_goal_and_bound() -> None:
     for cells, row in zip(lines, gpu_rows.ROWS, strict=True):
         published, memory = cells[1].replace(",", "").split(" tokens/s ")
         assert (float(published), memory, cells[2]) == (row.published, f"{row.gib} GiB", f"{row.goal} times")
+        assert float(cells[4].removesuffix(" GiB")) < row.gib
         bound = 2 * row.length / row.bound(772e12, {"forward": 199e12, "backward": 227e12})
         assert float(cells[3].split()[0]) == pytest.approx(bound / row.published, abs=0.005)
 
@@ -101,6 +102,18 @@ def test_the_settings_of_a_row_are_valid_on_a_gpu(row: gpu_rows.Row, tmp_path: P
         fsdp, most = actor.fsdp_config, actor.ppo_max_token_len_per_gpu
     assert (fsdp.model_dtype, fsdp.compute_dtype()) == ("bfloat16" if row.lora else "float32", "bfloat16")
     assert most == row.length
+
+
+def test_the_memory_of_a_row_is_forecast_without_a_gpu(tmp_path: Path) -> None:
+    forecasts = []
+    for name, row in (("full", FULL), ("supervised", SUPERVISED)):
+        (tmp_path / name).mkdir()
+        with forked_process() as executor:
+            forecasts.append(executor.submit(gpu_rows.forecast, row, tmp_path / name).result(timeout=300))
+    shape = QWEN3["tiny"]
+    state = 16 * (shape.weights_of_layers + shape.weights_of_head) / 2**30  # weights, gradients and moments in float32
+    assert state < forecasts[0] < 2 * state
+    assert forecasts[1] > forecasts[0], "activations are stored"
 
 
 def test_a_bound_is_the_time_of_products_and_attention() -> None:
