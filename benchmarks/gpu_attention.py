@@ -34,6 +34,8 @@ from camshaft.models.packing import Packing
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(N, H, D), (N, Hkv, D), (N, Hkv, D) -> (N, H, D)"""
 
+Kernel = Callable[["Case", str], Attend]
+
 BACKWARD = 2.5
 """Operations of a backward pass, relative to those of the forward pass: five products instead of two."""
 
@@ -180,11 +182,25 @@ def fa3(case: Case, device: str) -> Attend:
     return attend
 
 
-KERNELS: dict[str, Callable[[Case, str], Attend]] = {
+def repeated(kernel: Kernel, case: Case, device: str) -> Attend:
+    """Repeat the keys and values for all heads first, for kernels that do not support grouped heads."""
+    attend = kernel(replace(case, kv_heads=case.heads), device)
+
+    def expanded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (tensor.repeat_interleave(case.heads // case.kv_heads, dim=1) for tensor in (key, value))
+        return attend(query, key, value)
+
+    return expanded
+
+
+SDPA_CUDNN = partial(sdpa, SDPBackend.CUDNN_ATTENTION)
+KERNELS: dict[str, Kernel] = {
     "camshaft": camshaft,
     "SDPA, flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
-    "SDPA, cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "SDPA, cuDNN": SDPA_CUDNN,
+    "SDPA, cuDNN, repeated keys": partial(repeated, SDPA_CUDNN),
     "cuDNN, variable length": cudnn,
+    "cuDNN, variable length, repeated keys": partial(repeated, cudnn),
     "varlen_attn": varlen,
     "FlexAttention": flex,
     "FA3": fa3,

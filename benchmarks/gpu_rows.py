@@ -49,8 +49,8 @@ from workload import FIRST_WORD, GRAD_CLIP, LEARNING_RATE, Rows
 ROWS_PER_UPDATE = 2
 PARTS = ("attention", "updates")
 GROUPS = (
-    ("camshaft", "SDPA, flash", "SDPA, cuDNN", "varlen_attn"),
-    ("cuDNN, variable length",),
+    ("camshaft", "SDPA, flash", "SDPA, cuDNN", "SDPA, cuDNN, repeated keys", "varlen_attn"),
+    ("cuDNN, variable length", "cuDNN, variable length, repeated keys"),
     ("FlexAttention",),
     ("FA3", "camshaft with FA3"),
 )

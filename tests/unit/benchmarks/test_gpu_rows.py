@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def test_a_kernel_is_compared_with_float64(case: Case, kernel: str) -> None:
     row = gpu_attention.measured(kernel, case, "cpu", torch.float32)
     assert 0 < row["error"] < 1e-5
     assert min(row["forward"], row["backward"]) > 0
+
+
+def test_repeated_keys_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = partial(gpu_attention.repeated, gpu_attention.KERNELS["SDPA, flash"])
+    monkeypatch.setitem(gpu_attention.KERNELS, "repeated", kernel)
+    assert gpu_attention.measured("repeated", gpu_attention.TINY[1], "cpu", torch.float32)["error"] < 1e-5
 
 
 def test_the_reference_of_kernels_equals_a_dense_computation() -> None:
