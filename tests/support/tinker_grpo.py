@@ -5,6 +5,7 @@ lines, weights = train_with_sdk(folder, steps, ADAM)      # with the prompts and
 """
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,7 +125,7 @@ def train_with_sdk(
         for number, step in enumerate(steps, start=1)
     ]
     model = model or str(folder / "actor")
-    with running_server(folder, model=model) as server:
+    with tempfile.TemporaryDirectory(dir=folder) as own, running_server(Path(own), model=model) as server:
         variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
         arguments = json.dumps([model, GROUP, max_tokens, adam, REWARD, prompts])
         lines, path = json.loads(run_python(SCRIPT, arguments, environment=variables, seconds=600))
