@@ -75,10 +75,16 @@ class _Listener:
         self.steps: list[StepResponses] = []
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        batch = DataProto.from_dict({"prompts": Ragged.from_rows(self.prompts)})
-        out = self.parts.actor.generate_sequences(batch, validate=True, recompute_log_prob=False)
+        out = self._generate(DataProto.from_dict({"prompts": Ragged.from_rows(self.prompts)}), step)
         by_vllm = [row.tolist() for row in out.ragged("responses").rows()]
         self.steps.append(StepResponses(dict(metrics), by_vllm, self._greedy(weights_of(self.parts.actor))))
+
+    def _generate(self, batch: DataProto, version: int) -> DataProto:
+        if self.parts.rollout is None:
+            return self.parts.actor.generate_sequences(batch, validate=True, recompute_log_prob=False)
+        with self.parts.rollout_phase():  # on devices of its own
+            self.parts.sync_weights(version)
+            return self.parts.rollout.generate_sequences(batch, validate=True)
 
     @torch.no_grad()
     def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
