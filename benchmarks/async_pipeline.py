@@ -7,6 +7,7 @@ generation ends long after most of its rows. The learning rate is so small that 
 
 - sync, 1 thread: one process with one thread.
 - sync, 2 threads: one process with two threads.
+- sync, 2 ranks: two processes with one thread each.
 - pipeline: one thread trains and one generates, `max_staleness=1`. The actor, the rollout and the driver are processes.
 
 Every run has the same prompts, seeds and correction (`bypass_mode`). Each round runs all layouts, one after the other.
@@ -32,9 +33,10 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking.jsonl import read_metrics
 
 LAYOUTS = {
-    "sync, 1 thread": (1, ()),
-    "sync, 2 threads": (2, ()),
-    "pipeline, 1 + 1 threads": (1, ("max_staleness=1",)),
+    "sync, 1 thread": (1, ("engine=reference",)),
+    "sync, 2 threads": (2, ("engine=reference",)),
+    "sync, 2 ranks": (1, ("engine=fsdp", "trainer.n_gpus_per_node=2")),
+    "pipeline, 1 + 1 threads": (1, ("engine=reference", "max_staleness=1")),
 }
 """Value of OMP_NUM_THREADS, and overrides."""
 WARM_UP = 3
@@ -51,7 +53,7 @@ def run(folder: Path, layout: str, steps: int, limit: int) -> dict[str, float]:
             *(f"model={folder / 'model'}", f"data={folder / 'data' / 'train.parquet'}", "val_data=null"),
             *(f"reward={folder / 'reward.py'}", "algorithm=grpo", f"batch={RESPONSES // GROUP}", f"n={GROUP}"),
             *(f"steps={steps}", "lr=1e-9", "prompt_length=16", f"response_length={limit}", f"out={out}/run"),
-            *("device=cpu", "engine=reference", "rollout=torch", "trainer.save_freq=-1", "trainer.logger=[jsonl]"),
+            *("device=cpu", "rollout=torch", "trainer.save_freq=-1", "trainer.logger=[jsonl]"),
             "algorithm.rollout_correction.bypass_mode=true",
             *overrides,
         ]
@@ -80,8 +82,9 @@ def table(rounds: Sequence[dict[str, dict[str, float]]]) -> list[str]:
         idle = [result["async/generator_idle_share"] for result in runs if "async/generator_idle_share" in result]
         rest = f"{statistics.median(idle):.0%}" if idle else "-"
         lines.append(f"| {layout} | {seconds} | {speed:,.0f} | {waited:.0%} | {rest} |")
-    first, second, pipeline = LAYOUTS
-    for name, others in {"1 thread": (first,), "the better of 1 and 2 threads": (first, second)}.items():
+    *synchronous, pipeline = LAYOUTS
+    for count, name in ((1, "1 thread"), (2, "the better of 1 and 2 threads"), (3, "the best synchronous layout")):
+        others = synchronous[:count]
         ratios = [min(r[other]["seconds"] for other in others) / r[pipeline]["seconds"] for r in rounds]
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         lines += ["", f"Pipeline against {name}: {each} times as fast; median {statistics.median(ratios):.2f}."]
