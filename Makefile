@@ -349,6 +349,7 @@ test-matrix: $(INSTALLED)
 
 test-cluster: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "cluster or not cluster" tests/ray_controller tests/contracts/test_controller_contract.py tests/smoke/test_killed_anywhere.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/unit/trainer/test_own_rollout.py
 
 # In parallel if pytest-xdist is there.
 test-gpu:

@@ -1,13 +1,17 @@
 """A rollout on devices of its own: the run equals that of the hybrid engine to the bit."""
 
+import contextlib
 import math
 import os
 import signal
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cluster import ray_here
 from support.ppo_runs import Step, ppo_config, run_ppo
 from support.same_run import ACTOR, RANKS, names
 
@@ -33,8 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "reference": {},
     "fsdp": {**RANKS, "+trainer.resource_pools.rollout.n_gpus_per_node": 2},
 }
-CASES = [(algorithm, rollout, layout) for algorithm in ALGORITHMS for rollout in ROLLOUTS for layout in LAYOUTS]
-FAST = (("ppo", "torch", "reference"), ("grpo", "process", "fsdp"))
+CONTROLLERS: dict[str, dict[str, Any]] = {"local": {}, "ray": {"trainer.controller": "ray"}}
 MEASURED = ("timing_s/", "perf/")
 VERSION = "rollout/weights_version"
 SENT = {"rollout/sync_bytes", "perf/sync_peak_memory_bytes", "timing_s/sync_check"}
@@ -43,7 +46,8 @@ SENT = {"rollout/sync_bytes", "perf/sync_peak_memory_bytes", "timing_s/sync_chec
 
 def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step], list[Step]]:
     """Return the steps of the hybrid run, and of the run with a rollout on devices of its own."""
-    hybrid = {key: value for key, value in overrides.items() if "resource_pools" not in key}
+    elsewhere = ("resource_pools", "controller")
+    hybrid = {key: value for key, value in overrides.items() if not any(part in key for part in elsewhere)}
     return run_ppo(folder, hybrid, steps), run_ppo(folder, {**overrides, **OWN}, steps)
 
 
@@ -61,13 +65,25 @@ def assert_equal(hybrid: list[Step], own: list[Step]) -> None:
             assert all(torch.equal(weights[name], reference[name]) for name in reference), f"step {number}"
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=" ".join(case), marks=() if case in FAST else pytest.mark.slow) for case in CASES]
-)
-def test_the_run_equals_that_of_the_hybrid_engine(case: tuple[str, str, str], tmp_path: Path) -> None:
-    algorithm, rollout, layout = case
-    overrides = {**ALGORITHMS[algorithm], **ROLLOUTS[rollout], **LAYOUTS[layout]}
-    hybrid, own = both(tmp_path, overrides, steps=4 if case in FAST else 10)
+def cases() -> Iterator[Any]:
+    """Return four short runs, a cover of all pairs of properties (slow), and the other runs (`make test-cluster`)."""
+    properties = (ALGORITHMS, ROLLOUTS, LAYOUTS, CONTROLLERS)
+    for case in product(*properties):
+        numbers = [list(of_one).index(name) for of_one, name in zip(properties, case, strict=True)]
+        marks, in_cover = [pytest.mark.alone] * ("ray" in case), sum(numbers) % 2 == 0
+        if in_cover and "local" in case:
+            yield pytest.param(*case, 4, id=" ".join(case))
+        marks.append(pytest.mark.slow if in_cover else pytest.mark.cluster)
+        yield pytest.param(*case, 10, id=" ".join((*case, "long")), marks=marks)
+
+
+@pytest.mark.parametrize(("algorithm", "rollout", "layout", "controller", "steps"), list(cases()))
+def test_the_run_equals_that_of_the_hybrid_engine(
+    algorithm: str, rollout: str, layout: str, controller: str, steps: int, tmp_path: Path
+) -> None:
+    overrides = {**ALGORITHMS[algorithm], **ROLLOUTS[rollout], **LAYOUTS[layout], **CONTROLLERS[controller]}
+    with ray_here(num_cpus=4) if controller == "ray" else contextlib.nullcontext():
+        hybrid, own = both(tmp_path, overrides, steps)
     assert_equal(hybrid, own)
     assert all(VERSION in step.metrics for step in own)
     test_freq = overrides.get("trainer.test_freq", len(own))  # a validation has sent the weights of the next step
