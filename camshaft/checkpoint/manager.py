@@ -28,12 +28,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,7 +125,7 @@ class CheckpointManager:
         self.bind()  # an engine ends the previous write before it starts the next one
         manifests = _checksums(folder, roles)
         facts = {"kind": "trainer", "global_step": step, "roles": list(roles), "manifests": manifests}
-        with storage.new_folder(folder / TRAINER, **facts) as work:
+        with _naming(folder / TRAINER), storage.new_folder(folder / TRAINER, **facts) as work:
             _write_state(work, state)
         with limit_waits(self._limit):
             if copy is not None:
@@ -377,6 +378,18 @@ def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
         save_file(tensors, folder / TENSORS)
 
 
+@contextlib.contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Add the path to an error of the disk, which names none if a write fails."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} could not be written: {error}; free space on its disk, or check it") from error
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def _read_state(folder: Path) -> dict[str, Any]:
     """Read what `_write_state` wrote. Its checksums are verified already."""
     tensors = load_file(folder / TENSORS) if (folder / TENSORS).exists() else {}
@@ -451,7 +464,8 @@ def _write_marker(location: str | Path, marker: str, step: int) -> None:
     """Write a step number to the file `LATEST` or `BEST`. A local file with other content is renamed."""
     if not storage.is_url(location) and not _is_marker(storage.read_text(location, marker)):
         storage.rename_aside(storage.local(location) / marker)
-    storage.write_text(location, marker, str(step))
+    with _naming(f"{location}/{marker}"):
+        storage.write_text(location, marker, str(step))
 
 
 def _is_marker(text: str | None) -> bool:

@@ -1,15 +1,19 @@
+import errno
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
-from camshaft.checkpoint.manager import BEST, LATEST, Write, find_problem
+from camshaft.checkpoint.manager import BEST, LATEST, Write, _write_marker, find_problem
 from camshaft.errors import CheckpointError, FormatError
 
 BOTH = ("actor", "critic")
@@ -27,6 +31,48 @@ def role(text: str = "weights", **facts: Any) -> Write:
 
 def fails(local: str, second: str | None) -> None:
     raise OSError("no space left on device")
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Limit the size of each file, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+STATES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "values": ({"at": list(range(1000))}, OSError),
+    "tensors": ({"at": torch.arange(1000)}, CheckpointError),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_full_disk_is_an_error_with_the_folder(kind: str, tmp_path: Path) -> None:
+    state, error = STATES[kind]
+    manager = save(CheckpointManager(tmp_path), 1)
+    with limited_files(2000), pytest.raises(error, match=r"global_step_2/trainer") as caught:
+        manager.save(2, {"actor": role()}, state, {})
+    assert error is OSError or "free space on its disk" in str(caught.value)
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
+def test_a_full_disk_is_an_error_with_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = save(CheckpointManager(tmp_path), 1)
+
+    def fill(path: Path, text: str, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as of a write, without a path
+
+    monkeypatch.setattr("camshaft.storage.Path.write_text", fill)
+    with pytest.raises(OSError, match=LATEST):
+        _write_marker(tmp_path, LATEST, 2)
+    assert (tmp_path / LATEST).read_text() == "1"
+    assert manager.latest() is not None
 
 
 def save(
