@@ -3,6 +3,7 @@
 `make chaos` kills processes of such a run at random moments.
 """
 
+import os
 import subprocess
 import time
 import uuid
@@ -16,7 +17,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from support import interrupting
+from support import faulty_rollouts, interrupting
 from support.clock import EventClock
 from support.command_line import Forked, Run, finished
 from support.command_line import start as start_python
@@ -92,7 +93,8 @@ def held_in(
     try:
         while not (run / "held").exists():
             if state == "scoring" and logged(run) == AT - 1:  # a reward function does not know its step
-                file.write_text(str(AT))
+                (whole := run / "whole").write_text(str(AT))
+                whole.rename(file)  # the run reads it at any time
             assert process.poll() is None, finished(process)
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -156,6 +158,13 @@ def test_a_run_that_is_killed_in_a_state_is_the_undisturbed_run(
     check(run)
 
 
+FULL = {
+    "learning": f"/global_step_{AT}/actor",
+    "saving": f"/global_step_{AT}/critic",
+    "storing": f"/global_step_{AT}/trainer",
+    "marking": f"/global_step_{AT + 1}/",  # the marker is written, and an old checkpoint is deleted
+}
+"""States in which the disk becomes full, and what cannot be written next."""
 GENERATOR = {
     "process": {"actor_rollout_ref.rollout.name": "process"},
     "ranks": {"+trainer.resource_pools.rollout.n_gpus_per_node": 2},
@@ -185,15 +194,85 @@ def test_a_run_goes_on_if_its_generator_is_killed(
     check(run)
 
 
-def test_a_command_runs_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
-    result = kill_in("learning", "rank", run, monkeypatch, {"trainer.max_restarts": 1})
+@pytest.mark.parametrize(
+    "rollout", [pytest.param("process", id="process"), pytest.param("rank", marks=pytest.mark.slow)]
+)
+def test_three_deaths_of_a_generator_in_a_row_end_a_run_which_resumes(
+    rollout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, dies = tmp_path / "run", tmp_path / "dies"
+    monkeypatch.setenv(faulty_rollouts.HOLD, str(dies))
+    settings = {"actor_rollout_ref.rollout.name": faulty_rollouts.DIES}
+    if rollout == "process":
+        settings = {**GENERATOR["process"], "+actor_rollout_ref.rollout.engine_kwargs.rollout": faulty_rollouts.DIES}
+    dies.write_text(str(AT - 1))
+    result = ended(*start(run, monkeypatch, settings))
+    assert result.status == 1
+    restarts = [f"starts again (restart {number} of 3 in a row)" for number in (1, 2, 3, 4)]
+    assert [text in " ".join(result.out.split()) for text in restarts] == [True, True, True, False]
+    assert "died in generate_sequences (SIGKILL" in result.err
+    assert "Number of restarts of the pool 'rollout' in a row: 3." in result.err
+    assert logged(run) in (AT - 1, AT)
+    dies.unlink()
+    result = ended(*start(run, monkeypatch, settings))
     assert result.status == 0, result.err
-    assert "the run resumes in 10 s (restart 1 of 1 since the last saved step)" in result.err
-    (restart,) = RunFolder(run).info()["restarts"]
-    assert "died in update_actor" in restart["cause"]
-    assert restart["saved"] == str(AT - 1)
     check(run)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [pytest.param(state, marks=() if state == "learning" else pytest.mark.slow) for state in interrupting.STATES],
+)
+def test_a_command_runs_again_after_a_failure(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    result = kill_in(state, "rank", run, monkeypatch, {"trainer.max_restarts": 3})
+    assert result.status == 0, result.err
+    assert "the run resumes in 10 s (restart 1 of 3 since the last saved step)" in result.err
+    (restart,) = RunFolder(run).info()["restarts"]
+    assert " died in " in restart["cause"]
+    assert restart["saved"] in (str(AT - 1), str(AT))
+    if state == "learning":
+        assert "died in update_actor" in restart["cause"]
+        assert restart["saved"] == str(AT - 1)
+    check(run)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    result = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32M", "none", folder], capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"mounting a file system is not permitted: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(file: Path) -> None:
+    """Write zeros to the file until its disk is full."""
+    disk = os.statvfs(file.parent)
+    file.write_bytes(bytes(disk.f_bavail * disk.f_frsize))
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(state, marks=() if state == "storing" else pytest.mark.slow) for state in FULL]
+)
+def test_a_full_disk_ends_a_run_which_resumes(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        run = disk / "run"
+        with held_in(state, run, monkeypatch) as (process, mark):
+            fill(disk / "filler")
+        result = ended(process, mark)
+        assert result.status == 1
+        error = next(line for line in result.err.splitlines() if line.startswith("camshaft: "))
+        assert "free space on the disk" in error or "save_checkpoint raised on rank 0" in error
+        assert FULL[state] in error
+        assert "No space left on device" in error
+        (disk / "filler").unlink()
+        result = ended(*start(run, monkeypatch))
+        assert result.status == 0, result.err
+        check(run)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ rollout.generate_sequences(Ragged.from_rows([[HANGS]]), ...)
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
+HOLD = "CAMSHAFT_TEST_HOLD"
+"""Environment variable with the file that `BlockingRollout` and `DyingRollout` read."""
 HANGS, CRASHES, EXITS, FORGETS, STARTS, PRINTS = 100, 101, 102, 103, 104, 105
 
 
@@ -49,16 +52,30 @@ class FaultyRollout(TorchRollout):
 
 
 class BlockingRollout(TorchRollout):
-    """Block in mid-generation while the file named by `CAMSHAFT_TEST_HOLD` contains the number of the call."""
+    """Block in mid-generation while the file named by `HOLD` contains the number of the call."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
-        hold = Path(os.environ["CAMSHAFT_TEST_HOLD"])
+        hold = Path(os.environ[HOLD])
         if hold.exists() and self.version == int(hold.read_text()):
             hold.with_suffix(".pid").write_text(str(os.getpid()))
             time.sleep(1000)
         return out
 
 
+class DyingRollout(TorchRollout):
+    """Kill this process in a generation with the version that the file named by `HOLD` contains, as long as it exists.
+
+    Versions before it are generated as usual.
+    """
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        file = Path(os.environ[HOLD])
+        if file.exists() and self.version == int(file.read_text()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate_sequences(prompts, sampling, seeds)
+
+
 NAME = f"{__name__}:{FaultyRollout.__name__}"
+DIES = f"{__name__}:{DyingRollout.__name__}"
 HELD = f"{__name__}:{BlockingRollout.__name__}"
