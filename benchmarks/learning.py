@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py --out docs/results.md
     python benchmarks/learning.py --task gcd --algorithms grpo --seeds 1
+    python benchmarks/learning.py --staleness 0,1,4 --seeds 3 --jobs 1 --out docs/results.md
 
 For each task, `camshaft sft` warms up a tiny random model on text in which six of ten answers contain the same mistake.
 From there `camshaft ppo` trains it with GAE and a critic (PPO) and with GRPO, once per seed. The result is the share of
@@ -10,7 +11,8 @@ it starts at `start` or below and ends at `goal` or above.
 
 All runs are ordinary commands, which the JSON contains in a form that can be typed. Finished runs stay in the folder
 `--work`, so the same command resumes after an interruption; runs with other settings or problems are repeated. Two runs
-execute concurrently (`--jobs`), with one thread each.
+execute concurrently (`--jobs`), with one thread each. With `--staleness`, each run is repeated with each bound, and the
+section of the page about staleness is written instead of the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from learning_page import Run, Task, page, reached, result_table, verdict
+from learning_page import Run, Task, page, reached, result_table, staleness_section, staleness_table, verdict
 from machine import machine
 
 from camshaft.data import write_arithmetic
@@ -43,6 +45,10 @@ from camshaft.data.tables import read_rows, write_parquet
 from camshaft.models.tiny import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
+STALENESS = "learning_staleness.json"
+"""File beside `RESULTS` with the runs of several bounds of staleness."""
+RESULT = "result.json"
+"""File in the folder of a finished run. The run itself writes a file `run.json`."""
 NUM_HELDOUT = 256
 MISTAKEN = 0.6
 """Share of the warm-up answers that contain the mistake."""
@@ -154,6 +160,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.adv_estimator": "grpo"},
 }
 
+STALE: dict[str, Any] = {"algorithm.rollout_correction.bypass_mode": True}
+"""Further settings of runs whose `async_training.max_staleness` is above 0: the correction."""
+
 
 # -- problems and warm-up -------------------------------------------------------------------------
 
@@ -203,7 +212,7 @@ def warm_up_command(name: str, work: Path) -> list[str]:
 def warm_up(name: str, work: Path) -> None:
     """Train the initial model of a task's runs, unless it exists."""
     folder, args = work / name, warm_up_command(name, work)
-    kept, inputs = folder / "warm_up" / "run.json", inputs_of(name, work, args)
+    kept, inputs = folder / "warm_up" / RESULT, inputs_of(name, work, args)
     if finished(kept, inputs) is None:
         make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
         seconds, cpu_seconds = camshaft(args, folder / "warm_up.log")
@@ -214,7 +223,11 @@ def warm_up(name: str, work: Path) -> None:
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[str]:
+def folder_of(name: str, algorithm: str, seed: int, work: Path, max_staleness: int) -> Path:
+    return work / name / (f"{algorithm}_{seed}" + (f"_stale_{max_staleness}" if max_staleness else ""))
+
+
+def training_command(name: str, algorithm: str, seed: int, work: Path, max_staleness: int = 0) -> list[str]:
     task, folder = TASKS[name], work / name
     settings = {
         "data.train_files": folder / "data" / "train.parquet",
@@ -222,27 +235,31 @@ def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[s
         "data.max_prompt_length": task.longest_prompt,
         "actor_rollout_ref.model.path": folder / "warm_up" / "huggingface",
         "trainer.total_training_steps": task.steps,
-        "trainer.default_local_dir": folder / f"{algorithm}_{seed}",
+        "trainer.default_local_dir": folder_of(name, algorithm, seed, work, max_staleness),
         "trainer.seed": seed,
     }
     if algorithm == "gae":
         settings["critic.model.path"] = settings["actor_rollout_ref.model.path"]
+    if max_staleness:
+        settings |= {"async_training.max_staleness": max_staleness, **STALE}
     return command("ppo", TRAINING | ALGORITHMS[algorithm] | settings)
 
 
-def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
+def train(name: str, algorithm: str, seed: int, work: Path, max_staleness: int = 0) -> Run:
     """Execute one run, unless it is finished."""
-    args, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
+    args = training_command(name, algorithm, seed, work, max_staleness)
+    folder = folder_of(name, algorithm, seed, work, max_staleness)
     before = warm_up_command(name, work)
-    kept, inputs = folder / "run.json", inputs_of(name, work, before, args)
+    kept, inputs = folder / RESULT, inputs_of(name, work, before, args)
     result = finished(kept, inputs)
     if result is None:
         shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted run
         seconds, cpu_seconds = camshaft(args, folder.with_suffix(".log"))
         curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
-        run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
+        run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds, max_staleness)
         result = keep(kept, inputs, asdict(run))
-        print(f"{name} {algorithm} {seed}: {run.correct[0]:.3f} to {run.correct[-1]:.3f}, {seconds:.0f} s", flush=True)
+        label = folder.relative_to(work)
+        print(f"{label}: {run.correct[0]:.3f} to {run.correct[-1]:.3f}, {seconds:.0f} s", flush=True)
     return Run(**result)
 
 
@@ -300,10 +317,6 @@ def keep(path: Path, inputs: Mapping[str, Any], result: dict[str, Any]) -> dict[
 
 def write(out: Path, runs: Sequence[Run], work: Path) -> None:
     """Write the page and its data."""
-    blocks = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
-    settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *blocks))
-    about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
-    out.write_text(page(TASKS, runs, **about), encoding="utf-8")
     ran = dict.fromkeys((run.task, run.algorithm) for run in runs)
     first = [warm_up_command(name, work) for name in dict.fromkeys(name for name, _ in ran)]
     first += [training_command(name, algorithm, 0, work) for name, algorithm in ran]
@@ -315,6 +328,39 @@ def write(out: Path, runs: Sequence[Run], work: Path) -> None:
         "runs": [asdict(run) | {"reached": reached(TASKS[run.task], run)} for run in runs],
     }
     RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_page(out)
+
+
+def write_staleness(out: Path, runs: Sequence[Run], work: Path) -> None:
+    """Write the runs of several bounds of staleness, and the page with them."""
+    ran = dict.fromkeys((run.task, run.algorithm, run.max_staleness) for run in runs)
+    commands = [training_command(name, algorithm, 0, work, bound) for name, algorithm, bound in ran]
+    record = {
+        "machine": machine(),
+        "commands": [shlex.join(["camshaft", *args]) for args in commands],
+        "runs": [asdict(run) for run in runs],
+    }
+    RESULTS.with_name(STALENESS).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_page(out)
+
+
+def write_page(out: Path) -> None:
+    """Write the page from its data."""
+    record, runs = stored(RESULTS)
+    blocks = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
+    settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *blocks))
+    staleness = ""
+    if (file := RESULTS.with_name(STALENESS)).exists():
+        stale_record, stale_runs = stored(file)
+        staleness = staleness_section(TASKS, stale_runs, command("", STALE)[1:], stale_record["machine"])
+    about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": record["machine"]}
+    out.write_text(page(TASKS, runs, staleness=staleness, **about), encoding="utf-8")
+
+
+def stored(file: Path) -> tuple[dict[str, Any], list[Run]]:
+    """Return a file of results and its runs."""
+    record, names = json.loads(file.read_text(encoding="utf-8")), {field.name for field in fields(Run)}
+    return record, [Run(**{key: value for key, value in run.items() if key in names}) for run in record["runs"]]
 
 
 def some_of(choices: Mapping[str, Any], text: str) -> list[str]:
@@ -325,12 +371,17 @@ def some_of(choices: Mapping[str, Any], text: str) -> list[str]:
     return names
 
 
+def bounds(text: str) -> list[int]:
+    return [int(bound) for bound in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--task", type=partial(some_of, TASKS), default=list(TASKS), help=", ".join(TASKS))
     parser.add_argument(
         "--algorithms", type=partial(some_of, ALGORITHMS), default=list(ALGORITHMS), help=", ".join(ALGORITHMS)
     )
+    parser.add_argument("--staleness", type=bounds, default=[0], help="bounds of staleness, separated by commas")
     parser.add_argument("--seeds", type=int, default=5, help="runs per task and algorithm (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent runs (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("outputs/learning"), help="folder of the runs (%(default)s)")
@@ -342,11 +393,14 @@ def main() -> None:
         write_problems(name, options.work / name / "data")
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(partial(warm_up, work=options.work), options.task))
-        every = product(range(options.seeds), options.task, options.algorithms)
-        runs = list(pool.map(lambda one: train(one[1], one[2], one[0], options.work), every))
-    print("\n".join([verdict(TASKS, runs), "", result_table(TASKS, runs)]))
+        every = product(options.task, options.algorithms, range(options.seeds), options.staleness)
+        runs = list(pool.map(lambda one: train(one[0], one[1], one[2], options.work, one[3]), every))
+    if options.staleness == [0]:
+        print("\n".join([verdict(TASKS, runs), "", result_table(TASKS, runs)]))
+    else:
+        print(staleness_table(TASKS, runs))
     if options.out:
-        write(options.out, runs, options.work)
+        (write if options.staleness == [0] else write_staleness)(options.out, runs, options.work)
 
 
 if __name__ == "__main__":

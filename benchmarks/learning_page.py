@@ -56,6 +56,7 @@ class Run:
     """Mean score of the sampled responses at each step."""
     seconds: float
     cpu_seconds: float
+    max_staleness: int = 0
 
 
 def reached(task: Task, run: Run) -> bool:
@@ -124,6 +125,78 @@ def curve_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
     return table(["task", "algorithm", "seed", "solved before training and after every 20 steps"], rows)
 
 
+LEAST_MARGIN = 0.02
+"""Least difference from the synchronous mean that counts as a miss."""
+
+
+def required(synchronous: Sequence[Run]) -> float:
+    """Return the least mean for stale runs: that of the synchronous runs minus two standard deviations or 0.02."""
+    values = [run.correct[-1] for run in synchronous]
+    return statistics.fmean(values) - max(LEAST_MARGIN, 2 * statistics.stdev(values))
+
+
+def staleness_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
+    """Table with one row per task and algorithm, and one column per bound of staleness."""
+    bounds = sorted({run.max_staleness for run in runs} - {0})
+    heads = ["task", "algorithm", "solved before", "synchronous", "required mean"]
+    heads += [f"`max_staleness={bound}`" for bound in bounds]
+    rows = []
+    for (name, algorithm), group in grouped(tasks, runs).items():
+        solved = {bound: [run.correct[-1] for run in group if run.max_staleness == bound] for bound in (0, *bounds)}
+        least = required([run for run in group if not run.max_staleness])
+        row = [f"`{name}`", NAMES[algorithm], f"{group[0].correct[0]:.3f}", exact(solved[0]), f"{least:.3f}"]
+        for bound in bounds:
+            missing = least - statistics.fmean(solved[bound])
+            row.append(exact(solved[bound]) + (f", **{missing:.3f} below**" if missing > 0 else ""))
+        rows.append(row)
+    return table(heads, rows)
+
+
+def exact(values: Sequence[float]) -> str:
+    """Format mean, minimum and maximum with three digits."""
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+STALENESS = """## Staleness
+
+[Asynchronous](async.md) runs train on responses of an earlier policy. The same tasks were repeated with responses that
+are up to 1 and 4 versions old, and synchronously, with {seeds} seeds each and the same warm-up, number of steps and
+responses per step. The runs with `max_staleness` above 0 have the correction
+`{correction}`.
+
+Their mean should be at least the synchronous mean minus {margin:g} or two standard deviations of the synchronous runs,
+whichever is more. {reached} of {means} means are.{others}
+
+{table}
+
+The values are the solved share of the held-out problems after the last step, as mean, minimum and maximum over the
+seeds. An iteration has two optimizer steps, which count as one version. The responses of the first iterations are those
+of the initial model. The runs are in `benchmarks/results/learning_staleness.json` and were made on this machine:
+{machine}. On another machine, the warm-up ends with another model. The command:
+`python benchmarks/learning.py --task {names} --staleness {bounds} --seeds {seeds} --jobs 1 --out docs/results.md`.
+
+"""
+
+
+def staleness_section(tasks: Mapping[str, Task], runs: Sequence[Run], correction: Sequence[str], machine: str) -> str:
+    """Return the section about staleness."""
+    rows, names = staleness_table(tasks, runs), list(dict.fromkeys(run.task for run in runs))
+    means = len({(run.task, run.algorithm, run.max_staleness) for run in runs if run.max_staleness})
+    others = ", ".join(f"`{name}`" for name in tasks if name not in names)
+    return STALENESS.format(
+        names=",".join(names),
+        means=means,
+        reached=means - rows.count(" below**"),
+        others=others and f" The runs of {others} were not repeated.",
+        seeds=len({run.seed for run in runs}),
+        correction=" ".join(correction),
+        margin=LEAST_MARGIN,
+        table=rows,
+        machine=machine,
+        bounds=",".join(map(str, sorted({run.max_staleness for run in runs}))),
+    )
+
+
 PAGE = """# Learning results
 
 This page shows whether PPO and GRPO runs of camshaft learn: it compares their results on three small tasks with goals
@@ -164,7 +237,7 @@ problems with the same numbers in another order, are excluded from the warm-up a
 
 These are the settings of all runs, followed by the settings that only PPO (`gae`) or GRPO has:
 
-```
+```text
 {settings}
 ```
 
@@ -179,7 +252,7 @@ These are the settings of all runs, followed by the settings that only PPO (`gae
 The runs were executed two at a time with one thread each, and took {minutes:.0f} CPU minutes in total. Wall
 times exceed CPU times because the machine had other load.
 
-## Episodes
+{staleness}## Episodes
 
 The game of [`examples/agents/hint.py`](../examples/agents/README.md) has four boxes and one prize. A policy with one
 answer finds the prize in at most 0.25 of the games, and one that asks for the hint first in all of them; both numbers
@@ -192,9 +265,17 @@ episodes for each of 16 prompts, in less than one CPU minute per run:
 | seed 2 | 0.259 | 0.452 | 0.885 | 0.994 |
 | seed 3 | 0.378 | 0.904 | 0.994 | 0.997 |
 
-`tests/unit/trainer/test_agent_examples.py` repeats 20 steps with seed 1 and, among the slow tests, 40 steps with seed 2
-and 20 with seed 3. In the last five steps of each run, the mean score must exceed 0.8, and the mean number of answers
-1.8.
+[`hint_tools.py`](../examples/agents/README.md) is the same game with the tools `hint` and `open`:
+
+| mean score in steps | 1 to 10 | 11 to 20 | 21 to 30 | 31 to 40 |
+| --- | --- | --- | --- | --- |
+| seed 1 | 0.376 | 0.846 | 0.989 | 0.996 |
+| seed 2 | 0.236 | 0.255 | 0.293 | 0.661 |
+| seed 3 | 0.274 | 0.779 | 0.977 | 0.996 |
+
+`tests/unit/trainer/test_agent_examples.py` repeats 20 steps of the first game with seed 1 and, among the slow tests,
+40 steps with seed 2, 20 with seed 3, and the three runs with tools. In the last five steps of each run, the mean score
+must exceed 0.8, and the mean number of answers 1.8.
 
 ## Limitations
 
@@ -209,7 +290,7 @@ and 20 with seed 3. In the last five steps of each run, the mean score must exce
 
 
 def page(tasks: Mapping[str, Task], runs: Sequence[Run], **about: Any) -> str:
-    """Return the page. `about`: mistaken, heldout, settings, machine."""
+    """Return the page. `about`: mistaken, heldout, settings, machine, staleness (a section, or nothing)."""
     names = [name for name in tasks if any(run.task == name for run in runs)]
     rows = []
     for name in names:

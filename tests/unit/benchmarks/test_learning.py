@@ -86,6 +86,46 @@ def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monke
     assert kept["stated"]["gcd"] == {"start": 0.5, "goal": 0.75}
 
 
+def stale_runs(learning: Any) -> list[Any]:
+    """Return runs whose synchronous mean is 0.6, with a standard deviation of 0.05, and whose stale ones are lower."""
+    ends = {0: (0.55, 0.6, 0.65), 1: (0.5, 0.5, 0.5), 4: (0.5, 0.4, 0.54)}
+    return [
+        replace(curve_of(learning, seed, [0.4, end]), max_staleness=bound)
+        for bound, values in ends.items()
+        for seed, end in enumerate(values)
+    ]
+
+
+def test_a_stale_mean_misses_by_what_it_lacks_to_two_deviations(few: Any) -> None:
+    _, _, row = few.staleness_table(few.TASKS, stale_runs(few)).splitlines()
+    synchronous, one, four = "0.600 (0.550-0.650)", "0.500 (0.500-0.500)", "0.480 (0.400-0.540), **0.020 below**"
+    assert row == f"| `gcd` | GRPO | 0.400 | {synchronous} | 0.500 | {one} | {four} |"
+    equal = [replace(run, correct=[0.4, 0.6 - 0.03 * (run.max_staleness > 0)]) for run in stale_runs(few)]
+    assert few.staleness_table(few.TASKS, equal).endswith(
+        "| 0.580 | 0.570 (0.570-0.570), **0.010 below** | 0.570 (0.570-0.570), **0.010 below** |"
+    )
+
+
+def test_stale_runs_leave_the_rest_of_the_page(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "RESULTS", tmp_path / "learning.json")
+    file = tmp_path / "page.md"
+    few.write(file, [curve_of(few, 0, [0.4, 0.8])], tmp_path)
+    before = file.read_text()
+    few.write_staleness(file, stale_runs(few), tmp_path)
+    text = file.read_text()
+    start, end = text.index("## Staleness"), text.index("## Episodes")
+    assert text[:start] + text[end:] == before
+    assert "`algorithm.rollout_correction.bypass_mode=True`" in text
+    assert "--task gcd --staleness 0,1,4 --seeds 3" in text
+    assert "1 of 2 means are. The runs of `arithmetic`, `spell_backward` were not repeated." in text
+    commands = json.loads((tmp_path / few.STALENESS).read_text())["commands"]
+    assert [f"max_staleness={bound}" in command for bound, command in zip((1, 4), commands[1:], strict=True)] == [
+        True
+    ] * 2
+    few.write(file, [curve_of(few, 0, [0.4, 0.8])], tmp_path)
+    assert file.read_text() == text
+
+
 def test_the_spelling_mistake_changes_only_the_ends(learning: Any) -> None:
     assert [learning.ends_swapped(word[::-1]) for word in ("gunl", "sun", "at", "a")] == ["lung", "nus", "ta", "a"]
 
@@ -123,8 +163,10 @@ def test_every_command_has_a_config_that_passes_all_checks(learning: Any, tmp_pa
             (tmp_path / name / "data" / file).touch()
         assert load_sft(learning.warm_up_command(name, tmp_path)[1:]).trainer.total_training_steps == task.warm_up
         for algorithm in learning.ALGORITHMS:
-            config = load_ppo(learning.training_command(name, algorithm, 3, tmp_path)[1:])
-            assert (config.algorithm.adv_estimator, config.trainer.seed) == (algorithm, 3)
+            for bound in (0, 4):
+                config = load_ppo(learning.training_command(name, algorithm, 3, tmp_path, bound)[1:])
+                assert (config.algorithm.adv_estimator, config.trainer.seed) == (algorithm, 3)
+                assert config.async_training.max_staleness == bound
 
 
 def test_finished_runs_are_not_repeated_by_default(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +195,8 @@ def test_finished_runs_are_not_repeated_by_default(few: Any, tmp_path: Path, mon
         return few.train("arithmetic", "grpo", 0, tmp_path)
 
     monkeypatch.setattr(few, "camshaft", camshaft)
+    (interrupted := tmp_path / "arithmetic" / "grpo_0").mkdir(parents=True)
+    (interrupted / "run.json").write_text('{"status": "running"}', encoding="utf-8")
     first = both()
     assert (first.steps, first.correct, first.score, first.sampled) == ([0, 2], [0.25, 0.75], [0.3, 0.8], [0.4, 0.5])
     assert both() == first
