@@ -237,6 +237,24 @@ def generate_until_it_fails(case: Case, harness: RolloutHarness) -> None:
         case.rollout.generate_sequences(harness.prompts(*[4] * 64), SamplingParams(80, ignore_eos=True))
 
 
+def unmapped_memory() -> set[str]:
+    """Return the names of shared memory of Python's multiprocessing that no process maps."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped += maps.read_text()
+    return {path.name for path in Path("/dev/shm").glob("psm_*") if path.name not in mapped}
+
+
+def test_an_ended_server_leaves_no_shared_memory(started_case: Case) -> None:
+    before = unmapped_memory()
+    process = ServerProcess(started_case.rollout.config, {})
+    process.wait(600)
+    process.end()
+    assert process.exit_report() == "was stopped"
+    assert not unmapped_memory() - before
+
+
 def test_server_follows_training_and_ends_with_it(tmp_path: Path) -> None:
     """After each update, greedy responses of the server equal those of the trained model."""
     name = {"actor_rollout_ref.rollout.name": "server"}

@@ -49,6 +49,8 @@ GUARD = "camshaft.rollout.vllm.guard.KeyGuard"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Environment variable that enables weight updates in vLLM's server."""
 LAST_LINES = 30
+END_SECONDS = 5.0
+"""Time limit for a server to end by itself."""
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
 """Environment variables that would make the server join the trainer's ranks."""
 
@@ -145,10 +147,16 @@ class ServerProcess:
             return self._exit_report
 
     def end(self) -> None:
-        """Kill the server's process group. Do nothing in a forked child or if the server has already ended."""
+        """Stop the server, and kill its process group. Do nothing in a forked child or if it has already ended.
+
+        A server that is killed at once leaves its shared memory behind.
+        """
         if self._exit_report or os.getpid() != self._owner:
             return
         self._exit_report = "was stopped"
+        self._server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(END_SECONDS)
         kill_group(self._server.pid)
         self._guard.cancel()
         self._server.wait()
