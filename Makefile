@@ -3,7 +3,7 @@
 #
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
-# make test          what CI runs: check, test-main, test-vllm, test-kernels and test-engines, some of them side by side
+# make test          what CI runs: check, test-main, test-vllm, test-kernels, test-engines and test-tinker, some of them side by side
 # make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
 # make test-all      make test, test-nightly, test-slow, test-families, test-remote, test-hub, test-titan,
 #                    test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
@@ -229,11 +229,11 @@ demo: $(INSTALLED)
 
 # Three at a time leave no core of two idle; the output of each appears when it ends. The tests that bound a time follow.
 # The environments are prerequisites, because two installations at the same time would write to the same egg-info.
-test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $(TITAN_INSTALLED)
-	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines
+test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $(TITAN_INSTALLED) $(TINKER_INSTALLED)
+	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines test-tinker
 	$(MAKE) test-alone
 
-test-all: test test-nightly test-slow test-tinker test-tinker-slow test-recipes test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-nightly test-slow test-tinker-slow test-recipes test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)

@@ -4,8 +4,9 @@
     camshaft plan --memory 64GiB trainer.n_gpus_per_node=4 key=value ...
     camshaft plan --device h100 trainer.n_gpus_per_node=8 key=value ...
     camshaft plan --trainer sft model=models/tiny data=train.jsonl key=value ...
+    camshaft plan --trainer serve --lora-rank 32 model=models/tiny key=value ...
 
-The command accepts the same arguments as `camshaft ppo`, or as `camshaft sft` and `camshaft rm` with `--trainer`.
+The command accepts the same arguments as `camshaft ppo`, or those of the command that `--trainer` names.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import sys
 from collections.abc import Sequence
 
 from camshaft.config import PPOConfig, RMConfig, SFTConfig, compose
+from camshaft.config.serve import read_serve_config
 from camshaft.errors import ConfigError
 
 DOES_NOT_FIT = 3
+SERVE = "serve"
 SCHEMAS = {"ppo": PPOConfig, "sft": SFTConfig, "rm": RMConfig}
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -29,7 +32,10 @@ def main(argv: Sequence[str]) -> int:
     if options.device is not None:
         from camshaft.planning.devices import parse_device
 
-        memory, overrides = parse_device(options.device), ["trainer.device=cuda", *overrides]
+        key = "device" if options.trainer == SERVE else "trainer.device"
+        memory, overrides = parse_device(options.device), [f"{key}=cuda", *overrides]
+    if options.trainer == SERVE:
+        return _plan_service(overrides, memory, options)
     schema = SCHEMAS[options.trainer]
     configs = compose(overrides, schema)
     if not configs:  # the arguments only print the config
@@ -78,6 +84,24 @@ def main(argv: Sequence[str]) -> int:
     return DOES_NOT_FIT
 
 
+def _plan_service(arguments: Sequence[str], memory: int | None, options: argparse.Namespace) -> int:
+    """Print the plan of `camshaft serve`, and return the exit status."""
+    if options.solve:
+        raise ConfigError("--solve does not plan camshaft serve; omit it, and try values of the key")
+    from camshaft.planning.plan import as_dict, report
+    from camshaft.planning.served import plan_service
+
+    plan = plan_service(read_serve_config(arguments), memory, options.lora_rank, options.samples)
+    if options.json:
+        sys.stdout.write(json.dumps(as_dict(plan), indent=2) + "\n")
+    else:
+        sys.stdout.write(report(plan) + "\n")
+        if not plan.fits:
+            keys = "max_samplers, max_versions or --samples" if plan.tightest.phase == "gen" else "max_tokens"
+            sys.stdout.write(f"lower max_models, {keys}, or train adapters of a lower rank\n")
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
 def parse_size(text: str) -> int:
     """Return a size with a unit, such as 80GiB, in bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
@@ -91,11 +115,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="camshaft plan",
         usage="camshaft plan [--trainer NAME] [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
         description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
-        "of camshaft ppo, sft or rm. The engines' own code runs on one fake rank. No weights are read and nothing is "
-        "computed.",
+        "of camshaft ppo, sft, rm or serve. The engines' own code runs on one fake rank. No weights are read, and "
+        "nothing is computed.",
         epilog="Exit status: 0 if the run fits, 3 if it does not, 2 if the config is invalid.",
     )
-    parser.add_argument("--trainer", choices=SCHEMAS, default="ppo", help="command of the run (default: ppo)")
+    parser.add_argument("--trainer", choices=(*SCHEMAS, SERVE), default="ppo", help="command of the run (default: ppo)")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--device", metavar="NAME", help="plan a run on GPUs of this kind, such as h100 or a100-40")
     memory.add_argument(
@@ -104,5 +128,13 @@ def _parser() -> argparse.ArgumentParser:
         "(default: that of this machine)",
     )
     parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
+    parser.add_argument(
+        "--lora-rank", type=int, default=32, metavar="N",
+        help="with --trainer serve: rank of the adapters that clients train, 0 for all weights (default: 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples", type=int, default=64, metavar="N",
+        help="with --trainer serve: responses that each rank generates at once (default: 64)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan, or the value of --solve, as JSON")
     return parser

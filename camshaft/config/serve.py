@@ -20,6 +20,7 @@ from camshaft.config.backends import (
 from camshaft.config.composition import parse_override
 from camshaft.config.guards import is_list
 from camshaft.config.model_settings import ModelSettings, read_settings
+from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import AUTO, Section, Text, key
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.hub import is_model_name
@@ -143,6 +144,16 @@ class ServeConfig(Section):
         dtype = self.compute_dtype(is_accelerated)
         precision = {} if dtype == "float32" else {"mixed_precision": {"param_dtype": dtype}}
         return precision | self.engine_kwargs
+
+    def rollout_config(self, folder: str, device: str) -> RolloutEngineConfig:
+        """Return the config of the rollout of a base model."""
+        return RolloutEngineConfig(
+            model_path=folder,
+            device=device,
+            dtype=self.compute_dtype(device != "cpu"),
+            max_model_len=self.context_length(folder),
+            seed=self.seed,
+        )
 
     @staticmethod
     def settings(folder: str) -> ModelSettings:

@@ -94,8 +94,8 @@ class Plan:
 def make_plan(config: Config, memory: int | None) -> Plan:
     """Forecast a run. `memory` is that of each device, or of the whole machine if the run uses none."""
     config = fit_to_data(config)
-    _check_supported(config)
-    limit = _memory_per_rank(config, memory)
+    check_supported(config)
+    limit = memory_per_rank(config, memory)
     traces = {group: _forecast(config, group) for group in strategies(config)}
     pools = _pools(config)
     rows: list[Row] = []
@@ -163,7 +163,8 @@ def _forecast(config: Config, group: str) -> list[Phase]:
     return _cache[key]
 
 
-def _check_supported(config: Config) -> None:
+def check_supported(config: Config) -> None:
+    """Raise ConfigError for a device, an engine or a setting that is not forecast."""
     device = config.trainer.device
     if device not in DEVICES:
         devices = " and ".join(DEVICES)
@@ -182,7 +183,7 @@ def _check_supported(config: Config) -> None:
         )
 
 
-def _memory_per_rank(config: Config, memory: int | None) -> int:
+def memory_per_rank(config: Config, memory: int | None) -> int:
     """Return the memory of a device, or an equal share of the memory of the machine for each rank of all pools."""
     if config.trainer.device != "cpu":
         return device_memory(config.trainer.device) if memory is None else memory
@@ -202,7 +203,7 @@ def _notes(config: Config) -> Iterator[str]:
         )
     if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
         snapshots = config.async_training.max_staleness + 1
-        size = _size(snapshots * model_size(rollout_engine(config)).weights)
+        size = format_size(snapshots * model_size(rollout_engine(config)).weights)
         yield f"sync: the weights for the rollout need {size} more in host memory of the actor ({snapshots} x weights)"
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
@@ -416,11 +417,12 @@ def report(plan: Plan) -> str:
     for row in plan.rows:
         mark = "  <- tightest" if row is plan.tightest else ""
         columns = (row.peak, row.host, row.disk) if offloads else (row.peak, row.disk)
-        sizes = " ".join(f"{_size(size):>10}" for size in columns)
+        sizes = " ".join(f"{format_size(size):>10}" for size in columns)
         lines.append(f"{row.pool:<14} {row.role:<13} {row.phase:<14} {sizes}{mark}")
     row = plan.tightest
     verdict = "fits" if plan.fits else "does not fit"
-    lines.append(f"\n{verdict}: {row.phase} of {row.role} needs {_size(row.peak)} of {_size(plan.memory)} on each rank")
+    peak, memory = format_size(row.peak), format_size(plan.memory)
+    lines.append(f"\n{verdict}: {row.phase} of {row.role} needs {peak} of {memory} on each rank")
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
@@ -430,7 +432,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {"fits": plan.fits, "memory": plan.memory, "tightest": tightest, "rows": rows, "notes": plan.notes}
 
 
-def _size(count: float) -> str:
+def format_size(count: float) -> str:
+    """Format a number of bytes."""
     if not count:
         return "-"
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

@@ -46,7 +46,7 @@ from camshaft.errors import CamshaftError, EngineError
 from camshaft.models.loader import stored_weights
 from camshaft.roles.rollout import generation_columns
 from camshaft.roles.versions import Versions
-from camshaft.rollout import BaseRollout, RolloutEngineConfig, SamplingParams, build_rollout
+from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 from camshaft.seat import Seat
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -334,13 +334,7 @@ class ServedWorker(Worker):
                 unused, rollout = self.rollouts.popitem(last=False)
                 self.held.pop(unused, None)
                 rollout.sleep()
-            config = RolloutEngineConfig(
-                model_path=base,
-                device=self.device,
-                dtype=self.config.compute_dtype(self.device != "cpu"),
-                max_model_len=self.config.context_length(base),
-                seed=self.config.seed,
-            )
+            config = self.config.rollout_config(base, self.device)
             self.rollouts[base] = build_rollout(self.config.rollout, config)
         self.rollouts.move_to_end(base)
         return self.rollouts[base]
