@@ -3,10 +3,10 @@
 #
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
-# make test          what CI runs: check, test-main, test-vllm, test-kernels, test-engines and test-tinker, some of them side by side
+# make test          what CI runs: check, test-main, test-vllm, test-kernels, test-engines and test-tinker, side by side
 # make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
-# make test-all      make test, test-nightly, test-slow, test-families, test-remote, test-hub, test-titan,
-#                    test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
+# make test-all      make test, test-nightly, test-slow, test-tinker-slow, test-recipes, test-families, test-remote,
+#                    test-hub, test-titan, test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
 # make test-main     the test suite of the package, without its nightly and slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
@@ -23,8 +23,8 @@
 # make test-agents   programs with the client of OpenAI, verifiers and the trainer of TRL, in environments of their own
 # make test-tinker   camshaft serve with the Tinker SDK and recipes of its cookbook, in an environment of its own
 # make test-recipes  the recipes of the Tinker cookbook that docs/serve.md lists
-# make test-tinker-slow    scripts with the Tinker SDK whose server and workers are killed 20 times (half an hour)
-# make test-newest-sdk     test-tinker, test-recipes and the contract with the newest SDK, in an environment of its own
+# make test-tinker-slow    scripts with the Tinker SDK whose server and workers are killed 20 times (20 minutes)
+# make test-newest-sdk     test-tinker and test-recipes with the newest SDK, and the contract of Tinker servers
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -178,7 +178,8 @@ $(TINKER_INSTALLED): requirements-tinker.txt
 	$(TINKER)/bin/python -m pip install -q --no-deps -r requirements-tinker.txt
 	touch $(TINKER_INSTALLED)
 
-# A later SDK brings the packages that it requires. The cookbook requires more than its recipes do here. torch stays.
+# A later SDK brings the packages that it requires. The cookbook is installed without those that it requires, because its
+# recipes need few of them. torch is pinned.
 $(NEWEST_SDK_INSTALLED): requirements-tinker.txt
 	test -x $(NEWEST_SDK)/bin/python || $(PYTHON) -m venv $(NEWEST_SDK)
 	$(NEWEST_SDK)/bin/python -m pip install -q -c constraints.txt torch==2.13.0

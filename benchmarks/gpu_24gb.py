@@ -11,7 +11,8 @@ is not included. The second step is timed. Peaks are those of torch's allocator 
 largest memory that the allocator reserved.
 
 The models that are trained completely have layers of Qwen3-1.7B. `camshaft plan` finds the largest number of layers
-that fits. The measurement starts there, and goes up or down until it has one that fits and one that does not.
+that fits. The measurement starts there, and goes up or down until it has one that fits and one that does not, at most
+three numbers further.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import gpu_model
 import torch
 from camshaft_side import Steps
 from gpu_model import QWEN3, Qwen3
-from gpu_parts import NEEDS_CUDA, answer, in_process
+from gpu_parts import NEEDS_CUDA, OUT_OF_MEMORY, answer, in_process
 from machine import machine
 from paired import table
 
@@ -226,10 +227,15 @@ class Results:
         return results[key]
 
     def fits(self, layers: int) -> bool:
-        return "failed" not in self.run("measure", layers)
+        """Return False if the memory does not suffice. Another failure ends the measurement."""
+        failed = self.run("measure", layers).get("failed")
+        if failed not in (None, OUT_OF_MEMORY):
+            raise SystemExit(f"the measurement of {layers} layers failed: {failed}")
+        return failed is None
 
     def report(self) -> None:
-        rows = [row for key in {**self.forecasts, **self.measured} for row in self.rows(key)]
+        keys = sorted({**self.forecasts, **self.measured}, key=lambda key: 0 if key == "lora" else int(key))
+        rows = [row for key in keys for row in self.rows(key)]
         print(table(rows, COLUMNS), flush=True)
         if self.options.out is None:
             return
@@ -270,7 +276,7 @@ COLUMNS = {
     "phase": "{phase}",
     "forecast, GiB": "{forecast:.2f}",
     "measured, GiB": "{measured}",
-    "forecast - measured": "{error:+.1%}",
+    "error of the forecast": "{error:+.1%}",
 }
 
 
@@ -293,9 +299,10 @@ def main() -> None:
     if options.forecast:
         return
     results.run("measure", None)
-    step = 1 if layers == 0 or results.fits(layers) else -1
+    goes_up = layers == 0 or results.fits(layers)
+    step = 1 if goes_up else -1
     for count in range(layers + step, layers + step * (TRIES + 1), step):
-        if count < 1 or results.fits(count) == (step < 0):
+        if count < 1 or results.fits(count) != goes_up:
             break
 
 

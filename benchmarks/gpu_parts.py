@@ -37,6 +37,7 @@ from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 NEEDS_CUDA = "needs CUDA"
+OUT_OF_MEMORY = "out of memory"
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 """Prefixes of profiler events that make the host wait."""
@@ -73,7 +74,7 @@ def in_process(script: str, task: dict[str, Any], seconds: float) -> dict[str, A
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {seconds:.0f} s"}
     if process.returncode:
-        return {"failed": f"exit status {process.returncode}; the error is above"}
+        return {"failed": f"exit status {process.returncode}"}  # its error is on standard error
     return json.loads(process.stdout.splitlines()[-1])
 
 
@@ -82,7 +83,8 @@ def answer(run: Callable[[dict[str, Any]], dict[str, Any]], task: str) -> None:
     try:
         result = run(json.loads(task))
     except torch.OutOfMemoryError as error:
-        result = {"failed": "out of memory", "reason": str(error).split(". ")[0]}
+        print(error, file=sys.stderr)
+        result = {"failed": OUT_OF_MEMORY}
     sys.stdout.write("\n" + json.dumps(result) + "\n")
 
 

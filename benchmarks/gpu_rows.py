@@ -371,10 +371,6 @@ def report(options: argparse.Namespace, matmul: float, attention: list[dict[str,
     page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{how} {rates}"]
     page += [table(rows, columns) for rows, columns in ((attention, ATTENTION), (updates, UPDATES)) if rows]
     Path(f"{options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    for number, row in enumerate(updates, 1):
-        if "profile" in row["sides"]["camshaft"]:
-            profile = row["sides"]["camshaft"].pop("profile")
-            Path(f"{options.out}_profile_{number}.txt").write_text(f"{row['row']}\n{profile}", encoding="utf-8")
     record = {"machine": about, "command": command, "matmul": matmul, "attention": attention, "updates": updates}
     Path(f"{options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -400,6 +396,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as name:
                 print(f"{row}: {forecast(row, Path(name)):.2f} GiB, published {row.gib} GiB", flush=True)
         return
+    parts, numbers = options.parts.split(","), options.rows.split(",")
+    unknown = [*set(parts).difference(PARTS), *set(numbers).difference(map(str, range(1, len(ROWS) + 1)))]
+    if unknown:
+        parser.error(f"unknown parts or rows: {', '.join(unknown)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device found; --tiny --device cpu checks the script itself")
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
@@ -409,15 +409,19 @@ def main() -> None:
         torch.cuda.empty_cache()
     cases, rows = (gpu_attention.TINY, TINY) if options.tiny else (gpu_attention.CASES, ROWS)
     attention, updates = [], []
-    if "attention" in options.parts:
+    if "attention" in parts:
         attention = attention_rows(options, cases)
         print(table(attention, ATTENTION), flush=True)
         report(options, matmul, attention, updates)
-    if "updates" in options.parts:
+    if "updates" in parts:
         for number, row in enumerate(rows, 1):
-            if str(number) in options.rows.split(","):
+            if str(number) in numbers:
                 updates.append(update_row(row, options, attention, matmul))
                 print(table(updates[-1:], UPDATES), flush=True)
+                profile = updates[-1]["sides"]["camshaft"].pop("profile", None)
+                if profile is not None:
+                    name = f"{options.out or 'gpu_rows'}_profile_{number}.txt"
+                    Path(name).write_text(f"{row}\n{profile}", encoding="utf-8")
                 report(options, matmul, attention, updates)
 
 

@@ -389,12 +389,14 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.seeds, options.jobs) < 1:
         parser.error("--seeds and --jobs are at least 1")
+    if options.staleness != [0] and (0 not in options.staleness or options.seeds < 2):
+        parser.error("--staleness compares with 0, and takes the deviation of at least 2 seeds")
     for name in options.task:
         write_problems(name, options.work / name / "data")
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(partial(warm_up, work=options.work), options.task))
         every = product(options.task, options.algorithms, range(options.seeds), options.staleness)
-        runs = list(pool.map(lambda one: train(one[0], one[1], one[2], options.work, one[3]), every))
+        runs = list(pool.map(lambda run: train(run[0], run[1], run[2], options.work, run[3]), every))
     if options.staleness == [0]:
         print("\n".join([verdict(TASKS, runs), "", result_table(TASKS, runs)]))
     else:

@@ -45,7 +45,7 @@ from camshaft.rollout.builtin.steps import DecodeStep, LengthClass
 PROMPT = 16
 EXCLUSIVE = 56
 """Flag of a page in /proc/self/pagemap that only one process maps."""
-LARGE = kv_cache.MAX_LARGE_PAGES
+LARGE = kv_cache.MAX_HUGE_PAGE_BYTES
 EVERY = 32
 """Number of decode steps between two measurements of the memory, besides those with more positions than before."""
 SIDES = ("equal", "equal, longer", "long-tailed", "small pages", "one class")
@@ -135,7 +135,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Side]:
             with (
                 mock.patch.object(scheduler, "DecodeStep", CountedStep),
                 mock.patch.object(length_classes, "plan", plan),
-                mock.patch.object(kv_cache, "MAX_LARGE_PAGES", 0 if name == "small pages" else LARGE),
+                mock.patch.object(kv_cache, "MAX_HUGE_PAGE_BYTES", 0 if name == "small pages" else LARGE),
             ):
                 rows = Ragged.from_rows(prompts[: len(limits)])
                 out = rollout.generate_sequences(rows, sampling, torch.arange(len(limits)))

@@ -177,7 +177,7 @@ def main() -> None:
     lines = [
         "# Cost of the Tinker API",
         "",
-        "`python benchmarks/serve.py --rounds 30 --runs 3 --steps 8`; its docstring describes the measurement.",
+        f"`{' '.join(['python', 'benchmarks/serve.py', *sys.argv[1:]])}`; its docstring describes the measurement.",
         "",
         f"{machine()}. The load average was {load:.1f} at the start; the sides of a row are measured in turns.",
         "",

@@ -125,7 +125,7 @@ class CheckpointManager:
         self.bind()  # an engine ends the previous write before it starts the next one
         manifests = _checksums(folder, roles)
         facts = {"kind": "trainer", "global_step": step, "roles": list(roles), "manifests": manifests}
-        with _naming(folder / TRAINER), storage.new_folder(folder / TRAINER, **facts) as work:
+        with _errors_with_path(folder / TRAINER), storage.new_folder(folder / TRAINER, **facts) as work:
             _write_state(work, state)
         with limit_waits(self._limit):
             if copy is not None:
@@ -379,12 +379,12 @@ def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: str | Path) -> Iterator[None]:
+def _errors_with_path(path: str | Path) -> Iterator[None]:
     """Add the path to an error of the disk, which names none if a write fails."""
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(f"{path} could not be written: {error}; free space on its disk, or check it") from error
+        raise CheckpointError(f"{path} could not be written: {error}; check the free space of its disk") from error
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
@@ -464,7 +464,7 @@ def _write_marker(location: str | Path, marker: str, step: int) -> None:
     """Write a step number to the file `LATEST` or `BEST`. A local file with other content is renamed."""
     if not storage.is_url(location) and not _is_marker(storage.read_text(location, marker)):
         storage.rename_aside(storage.local(location) / marker)
-    with _naming(f"{location}/{marker}"):
+    with _errors_with_path(f"{location}/{marker}"):
         storage.write_text(location, marker, str(step))
 
 

@@ -20,7 +20,7 @@ from camshaft.config.serve import read_serve_config
 from camshaft.errors import ConfigError
 
 DOES_NOT_FIT = 3
-SERVE = "serve"
+SERVE, LORA_RANK, SAMPLES = "serve", 32, 64
 SCHEMAS = {"ppo": PPOConfig, "sft": SFTConfig, "rm": RMConfig}
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         memory, overrides = parse_device(options.device), [f"{key}=cuda", *overrides]
     if options.trainer == SERVE:
         return _plan_service(overrides, memory, options)
+    if options.lora_rank is not None or options.samples is not None:
+        raise ConfigError("--lora-rank and --samples describe the clients of a server; set --trainer serve")
     schema = SCHEMAS[options.trainer]
     configs = compose(overrides, schema)
     if not configs:  # the arguments only print the config
@@ -91,14 +93,18 @@ def _plan_service(arguments: Sequence[str], memory: int | None, options: argpars
     from camshaft.planning.plan import as_dict, report
     from camshaft.planning.served import plan_service
 
-    plan = plan_service(read_serve_config(arguments), memory, options.lora_rank, options.samples)
+    rank = LORA_RANK if options.lora_rank is None else options.lora_rank
+    samples = SAMPLES if options.samples is None else options.samples
+    if rank < 0 or samples < 1:
+        raise ConfigError(f"--lora-rank {rank} --samples {samples}: they are at least 0 and 1")
+    plan = plan_service(read_serve_config(arguments), memory, rank, samples)
     if options.json:
         sys.stdout.write(json.dumps(as_dict(plan), indent=2) + "\n")
     else:
         sys.stdout.write(report(plan) + "\n")
         if not plan.fits:
             keys = "max_samplers, max_versions or --samples" if plan.tightest.phase == "gen" else "max_tokens"
-            sys.stdout.write(f"lower max_models, {keys}, or train adapters of a lower rank\n")
+            sys.stdout.write(f"smaller values of max_models, {keys} need less memory\n")
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -113,7 +119,7 @@ def parse_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft plan",
-        usage="camshaft plan [--trainer NAME] [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
+        usage="camshaft plan [--trainer NAME] [--device NAME | --memory SIZE] [options] key=value ...",
         description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
         "of camshaft ppo, sft, rm or serve. The engines' own code runs on one fake rank. No weights are read, and "
         "nothing is computed.",
@@ -129,11 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
     parser.add_argument(
-        "--lora-rank", type=int, default=32, metavar="N",
+        "--lora-rank", type=int, metavar="N",
         help="with --trainer serve: rank of the adapters that clients train, 0 for all weights (default: 32)",
     )  # fmt: skip
     parser.add_argument(
-        "--samples", type=int, default=64, metavar="N",
+        "--samples", type=int, metavar="N",
         help="with --trainer serve: responses that each rank generates at once (default: 64)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan, or the value of --solve, as JSON")

@@ -296,12 +296,12 @@ def continues_rows(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
     return capabilities.continues_rows and (inner is None or continues_rows(*inner))
 
 
-def scores_samples(rollout: str, engine_kwargs: Mapping[str, Any], temperature: float = 1.0) -> bool:
+def can_score(rollout: str, engine_kwargs: Mapping[str, Any], temperature: float = 1.0) -> bool:
     """Return True if the given rollout can compute the log-probs of given tokens at a temperature."""
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
     scores = capabilities.scores_prompts and (temperature == 1 or capabilities.scores_sampling)
-    return scores and (inner is None or scores_samples(*inner, temperature))
+    return scores and (inner is None or can_score(*inner, temperature))
 
 
 def generates_packed(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:

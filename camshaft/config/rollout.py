@@ -135,7 +135,7 @@ class RolloutCapabilities:
     scores_prompts: bool = False
     """True if the rollout supports `score`: the log-probs of given tokens."""
     scores_sampling: bool = False
-    """True if `score` applies the options of `sampling` other than penalties. Without it, only temperature 1."""
+    """True if `score` applies the options of `sampling` except penalties. Otherwise, it supports only temperature 1."""
     scores_candidates: bool = False
     """True if `score` supports the argument `candidates`."""
     generates_packed: bool = False

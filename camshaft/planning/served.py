@@ -2,8 +2,8 @@
 
 plan = plan_service(config, memory=None, lora_rank=32, samples=64)
 
-A client may train any of the base models, so that with the largest forecast is planned for all `max_models`. The
-training is forecast as that of a supervised run with the same engine, micro-batches and length.
+A client may train any of the base models, so the plan assumes the one with the largest forecast for all `max_models`.
+Training is forecast as that of a supervised run with the same engine, micro-batches and length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,10 @@ from camshaft.config.serve import ServeConfig
 from camshaft.config.tree import leaf_fields
 from camshaft.device import available_device
 from camshaft.errors import ConfigError
-from camshaft.planning.generator import GENERATORS, Generator, model_size
+from camshaft.planning.generator import GENERATORS, UNLIMITED, Generator, model_size
 from camshaft.planning.layers import Phase
 from camshaft.planning.plan import Plan, Row, check_supported, format_size, memory_per_rank
 from camshaft.planning.trace import MODEL, POLICY, ROLLOUT, TRACED_ROLLOUT, forecast
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE
 
 
 class _Base(NamedTuple):
@@ -28,7 +27,7 @@ class _Base(NamedTuple):
     phases: list[Phase]
     """Training of one model that starts from it."""
     weights: int
-    """All weights of a rollout, which a published version also has."""
+    """Weights of its rollout. A published version has as many."""
 
 
 def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, samples: int) -> Plan:
@@ -54,11 +53,13 @@ def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, sample
     sampled = sorted((base.weights for base in bases.values()), reverse=True)[: config.max_samplers]
     always = sum(sampled) + (versions // config.ranks if on_cpu else 0)
     generator = _generator(config, trained, device, limit, config.max_models * at_rest + always, samples)
+    # One model computes, or its rollout. All others keep their memory.
     others = (config.max_models - 1) * at_rest + always + (generator.rest if generator else 0)
     rows = [Row(GLOBAL_POOL, MODEL, phase.name, phase.peak + others, phase.disk, phase.host) for phase in phases]
     if generator is not None:
         rows.append(Row(GLOBAL_POOL, ROLLOUT, "gen", config.max_models * at_rest + always + generator.gen, 0))
-    return Plan(rows, limit, list(_notes(config, on_cpu, versions, lora_rank, samples, generator)))
+    generated = f"{samples} rows of {config.context_length(trained)} tokens"
+    return Plan(rows, limit, list(_notes(config, on_cpu, versions, lora_rank, generated, generator)))
 
 
 def _supervised(config: ServeConfig, folder: str, device: str, lora_rank: int) -> SFTConfig:
@@ -90,10 +91,10 @@ def _engine_keys(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
         if isinstance(value, Mapping):
             yield from _engine_keys(value, f"{prefix}{name}.")
             continue
-        key = next((leaf for leaf in leaves if f".{leaf}".endswith(f".{prefix}{name}")), None)
-        if key is None:
+        keys = [leaf for leaf in leaves if f".{leaf}".endswith(f".{prefix}{name}")]
+        if len(keys) != 1:
             raise ConfigError(f"camshaft plan does not forecast engine_kwargs.{prefix}{name}; omit it")
-        yield key, value
+        yield keys[0], value
 
 
 def _generator(
@@ -130,17 +131,19 @@ def _generator_on_cpu(config: ServeConfig, folder: str, samples: int) -> Generat
     }
     (run,) = compose([f"{key}={value}" for key, value in values.items()], PPOConfig)
     phases = {phase.name: phase for phase in forecast(run, POLICY)}
-    slots, positions = samples + 1, -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    cache = slots * positions * sum(model_size(config.rollout_config(folder, "cpu")).position)
-    return Generator(0, phases["gen"].peak - phases["update_actor"].rest, cache)
+    generating = phases["gen"].peak - phases["update_actor"].rest  # besides the weights and states of the actor
+    engine = config.rollout_config(folder, "cpu").model_copy(update={"free_cache_engine": False})
+    cache = GENERATORS[config.rollout](engine, model_size(engine), UNLIMITED, 0, samples)
+    assert cache is not None
+    return Generator(0, generating, cache.rest)
 
 
 def _notes(
-    config: ServeConfig, on_cpu: bool, versions: int, lora_rank: int, samples: int, generator: Generator | None
+    config: ServeConfig, on_cpu: bool, versions: int, lora_rank: int, generated: str, generator: Generator | None
 ) -> Iterator[str]:
     trained = f"adapters of rank {lora_rank} (--lora-rank)" if lora_rank else "all weights (--lora-rank 0)"
     yield f"{config.max_models} models in training (max_models), each with {trained}"
-    yield f"sampling of {samples} responses of {config.max_model_len} tokens at once on each rank (--samples)"
+    yield f"sampling of {generated}, prompt and response, at once on each rank (--samples)"
     place = "are part of each phase" if on_cpu else "are in the host memory of each machine"
     yield f"published weights of {format_size(versions)} (max_versions={config.max_versions}) {place}"
     if generator is None:

@@ -125,7 +125,7 @@ class RolloutWorker(Worker):
     def score_responses(self, rows: DataProto) -> DataProto:
         """Return the log-probs of the responses at the temperature of training, and the version that computed them.
 
-        Those of tokens beyond the limit of the rollout are NaN.
+        Those of tokens beyond the limit of the rollout are 0, and False in the column `response_mask`.
         """
         responses = rows.ragged("responses")
         sampling = SamplingParams(max_tokens=1, temperature=self.params[False, False].temperature)
@@ -134,10 +134,12 @@ class RolloutWorker(Worker):
             lengths = tokens.lengths.clamp(max=self.rollout.max_scored_tokens)
             scored = self.rollout.score(tokens.prefix(lengths), sampling=sampling).log_probs.to("cpu")
         beyond = tokens.lengths - lengths
-        missing = Ragged(scored.values.new_full((int(beyond.sum()),), torch.nan), beyond)
+        missing = Ragged(scored.values.new_zeros(int(beyond.sum())), beyond)
         log_probs, version = Ragged.join(scored, missing).suffix(responses.lengths), self.rollout.version
+        is_scored = log_probs.like(log_probs.positions() < (responses.lengths - beyond)[log_probs.row_ids()])
         versions = responses.map(lambda ids: torch.full_like(ids, version, dtype=torch.int32))
-        return DataProto.from_dict({"rollout_log_probs": log_probs, "policy_versions": versions})
+        columns = {"rollout_log_probs": log_probs, "response_mask": is_scored, "policy_versions": versions}
+        return DataProto.from_dict(columns)
 
     def with_versions(self, generated: DataProto) -> DataProto:
         """Add the column `policy_versions`, and when the rollout generated and when it had no calls."""

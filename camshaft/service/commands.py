@@ -133,7 +133,7 @@ class JobQueue:
             if not self._jobs:
                 return []
             if not self._continues_turn():
-                if self._turn in self._jobs:  # it has the last turn, also if its jobs arrived before those of others
+                if self._turn in self._jobs:  # it goes behind all clients that wait
                     self._jobs[self._turn] = self._jobs.pop(self._turn)
                 self._turn, self._num_tokens = next(iter(self._jobs)), 0
             first = self._jobs[self._turn][0]

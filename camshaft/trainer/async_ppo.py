@@ -20,7 +20,7 @@ from typing import Any
 
 from camshaft.algorithms import interpolated_log_probs
 from camshaft.checkpoint import SavedCheckpoint, in_flight
-from camshaft.config.backends import scores_samples
+from camshaft.config.backends import can_score
 from camshaft.controller import Pending
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
@@ -135,7 +135,7 @@ class AsyncPPOTrainer(PPOTrainer):
         """Batches that are not learned, and the one that is being learned."""
         assert parts.rollout is not None
         rollout = self.config.actor_rollout_ref.rollout
-        is_scored = scores_samples(rollout.name, rollout.engine_kwargs, rollout.temperature)
+        is_scored = can_score(rollout.name, rollout.engine_kwargs, rollout.temperature)
         self.probes = Probes(parts.rollout, parts.rollout_dp_size) if is_scored else None
         self._collected_at: float | None = None
         self._shares: list[tuple[float, float]] = []

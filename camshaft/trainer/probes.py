@@ -42,9 +42,10 @@ class Probe:
                 f"the rollout has scored the probe of version {self.version} with versions {versions}; a role of the "
                 "rollout must execute its calls in the order of submission"
             )
-        log_probs = scored["rollout_log_probs"]
-        mask = self.rows.ragged("response_mask").map(lambda mask: mask & ~log_probs.values.isnan())
-        measured = mismatch(self.rows.with_columns(rollout_log_probs=log_probs, response_mask=mask))
+        is_scored = scored.ragged("response_mask").values
+        mask = self.rows.ragged("response_mask").map(lambda mask: mask & is_scored)
+        compared = self.rows.with_columns(rollout_log_probs=scored["rollout_log_probs"], response_mask=mask)
+        measured = mismatch(compared)
         return {name: measured[key] for key, name in NAMES.items()} | {"async/probe_version": float(self.version)}
 
 

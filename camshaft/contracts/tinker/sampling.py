@@ -21,7 +21,9 @@ NUM_SAMPLES = 4
 CROWD = 6
 """Number of other requests beside one."""
 CROWD_TOKENS = 64
-"""Length of their samples: the first ones are not done when the last one arrives."""
+"""Length of their samples."""
+CROWD_SAMPLES = 64
+"""Number of samples of the first of them, which are not done when the others and the one arrive."""
 
 
 def _base(harness: TinkerHarness) -> tuple[Client, str]:
@@ -52,8 +54,8 @@ def seeds_decide_samples(harness: TinkerHarness) -> None:
     options = {"seed": 11, "stop": [], "max_tokens": CROWD_TOKENS}
     alone = client.sample(sampler, 1, prompt, NUM_SAMPLES, **options)
     crowd = [
-        client.submit_sample(sampler, 2 + number, row.tokens, 3, **{**options, "seed": number})
-        for number, row in enumerate(rows[1:])
+        client.submit_sample(sampler, 2 + n, row.tokens, 3 if n else CROWD_SAMPLES, **{**options, "seed": n})
+        for n, row in enumerate(rows[1:])
     ]
     promise = client.submit_sample(sampler, 50, prompt, NUM_SAMPLES, **options)
     crowded = read_samples(client.wait(promise))

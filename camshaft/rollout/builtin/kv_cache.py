@@ -27,7 +27,7 @@ from camshaft.rollout.builtin.cpu import pages
 LENGTH_MULTIPLE = 64
 """Granularity of the number of positions per slot."""
 
-MAX_LARGE_PAGES = 2**28
+MAX_HUGE_PAGE_BYTES = 2**28
 """Maximum size of the keys and values of a cache with huge pages, in bytes. In larger ones, each row has pages of its
 own, so that unused positions need no memory. Attention then takes up to 1.16 times as long."""
 
@@ -67,7 +67,7 @@ class KVCache:
         """Bytes of a state of a slot, like `position_bytes`."""
         self.num_slots = self.length = 0
         self._used: dict[int, int] = {}
-        """Number of positions of a slot that may have memory since the last `trim`."""
+        """Number of positions of a slot that had memory at the last `trim`."""
         self.reallocations = 0
         """Number of reallocations so far. A CUDA graph is valid until the next reallocation."""
 
@@ -175,26 +175,27 @@ class KVCache:
         would otherwise spend some of its time on TLB misses.
         """
         shape = self.num_slots, like.shape[1], self.length, like.shape[3]
-        return pages.zeros(shape, like, self._has_large_pages(like))
+        return pages.zeros(shape, like, self._has_huge_pages(like))
 
-    def _has_large_pages(self, like: Tensor) -> bool:
+    def _has_huge_pages(self, like: Tensor) -> bool:
         size = self.num_slots * self.length * like.shape[1] * like.shape[3] * like.element_size()
-        return 2 * self.num_layers * size <= MAX_LARGE_PAGES
+        return 2 * self.num_layers * size <= MAX_HUGE_PAGE_BYTES
 
     def trim(self, lengths: Sequence[int]) -> None:
         """Return the memory behind the positions of the first slots to the system, unless the cache has huge pages.
 
         `lengths` are the numbers of positions that these slots still need.
         """
-        blocks = [block for block in itertools.chain(*self.layers.values()) if not self._has_large_pages(block)]
+        blocks = [block for block in itertools.chain(*self.layers.values()) if not self._has_huge_pages(block)]
+        if not blocks:
+            return
         for slot, length in enumerate(lengths):
-            used = self._used.get(slot, 0)
-            if used - length >= LENGTH_MULTIPLE:
+            if self._used.get(slot, 0) - length >= LENGTH_MULTIPLE:
                 for block in blocks:
                     for head in block[slot]:
-                        pages.release(head[length:used])
-                used = length
-            self._used[slot] = max(used, length)
+                        pages.release(head[length:])
+                self._used[slot] = length
+            self._used[slot] = max(self._used.get(slot, 0), length)
 
     def layer_states(self, layer: RecurrentLayer, like: States) -> States:
         """Return the states of a layer. The first call allocates them to match `like`, each (rows, ...)."""

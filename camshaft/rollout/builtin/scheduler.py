@@ -410,6 +410,7 @@ class Scheduler:
         if self.device.type == "cpu" and self.max_position >= SHORTEST:
             self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())
             self._reorder(order)
+        if self.device.type == "cpu":
             free = [0] * (self.num_slots - self.live.shape[1])
             self.cache.trim([*(self.live[POSITION] + 1).tolist(), *free])
 

@@ -11,6 +11,7 @@ run, calls are also limited by `trainer.worker_timeout`. `child.py` runs in the 
 """
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -141,7 +142,7 @@ class ProcessRollout(BaseRollout):
         responses = Ragged(tokens, lengths)
         return Generation(responses, responses.like(log_probs), finished, metrics).to(prompts.values.device)
 
-    @property
+    @functools.cached_property
     def max_scored_tokens(self) -> int:
         return self._call("max_scored_tokens")
 

@@ -154,12 +154,14 @@ class ServerProcess:
         if self._exit_report or os.getpid() != self._owner:
             return
         self._exit_report = "was stopped"
-        self._server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(END_SECONDS)
-        kill_group(self._server.pid)
-        self._guard.cancel()
-        self._server.wait()
+        try:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(END_SECONDS)
+        finally:
+            kill_group(self._server.pid)
+            self._guard.cancel()
+            self._server.wait()
 
     def _last_lines(self) -> str:
         size = os.fstat(self._log.fileno()).st_size

@@ -117,7 +117,7 @@ def test_stale_runs_leave_the_rest_of_the_page(few: Any, tmp_path: Path, monkeyp
     assert text[:start] + text[end:] == before
     assert "`algorithm.rollout_correction.bypass_mode=True`" in text
     assert "--task gcd --staleness 0,1,4 --seeds 3" in text
-    assert "1 of 2 means are. The runs of `arithmetic`, `spell_backward` were not repeated." in text
+    assert "1 of 2 means meet this. The runs of `arithmetic`, `spell_backward` were not repeated." in text
     commands = json.loads((tmp_path / few.STALENESS).read_text())["commands"]
     assert [f"max_staleness={bound}" in command for bound, command in zip((1, 4), commands[1:], strict=True)] == [
         True

@@ -56,7 +56,7 @@ def test_a_full_disk_is_an_error_with_the_folder(kind: str, tmp_path: Path) -> N
     manager = save(CheckpointManager(tmp_path), 1)
     with limited_files(2000), pytest.raises(error, match=r"global_step_2/trainer") as caught:
         manager.save(2, {"actor": role()}, state, {})
-    assert error is OSError or "free space on its disk" in str(caught.value)
+    assert error is OSError or "check the free space of its disk" in str(caught.value)
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 1

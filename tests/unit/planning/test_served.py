@@ -122,7 +122,15 @@ def test_the_command_answers_if_a_server_fits(models: dict[str, str]) -> None:
     assert "all weights (--lora-rank 0)" in small.out
 
 
-def test_solve_is_rejected(models: dict[str, str]) -> None:
-    solved = camshaft("plan", "--trainer", "serve", "--solve", "max_tokens", f"model={models['small']}")
-    assert solved.status == 2
-    assert "--solve does not plan camshaft serve" in solved.err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--trainer", "serve", "--solve", "max_tokens"), "--solve does not plan camshaft serve"),
+        (("--trainer", "serve", "--samples", "0"), "--samples 0: they are at least 0 and 1"),
+        (("--lora-rank", "8"), "set --trainer serve"),
+    ],
+)
+def test_options_without_a_meaning_are_rejected(models: dict[str, str], options: tuple[str, ...], message: str) -> None:
+    out = camshaft("plan", *options, f"model={models['small']}")
+    assert out.status == 2
+    assert message in out.err

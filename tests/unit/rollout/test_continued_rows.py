@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from camshaft.cli import main
-from camshaft.config.backends import continues_rows, scores_samples
+from camshaft.config.backends import can_score, continues_rows
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
@@ -165,9 +165,9 @@ def test_a_process_continues_rows_like_the_rollout_inside() -> None:
 
 def test_a_process_scores_like_the_rollout_inside() -> None:
     inside = ("torch", "hf", "vllm", "server")
-    assert [scores_samples("process", {"rollout": name}) for name in inside] == [True, True, True, False]
-    assert [scores_samples("process", {"rollout": name}, 0.5) for name in inside] == [True, True, False, False]
-    assert scores_samples("process", {}, 0.5)
+    assert [can_score("process", {"rollout": name}) for name in inside] == [True, True, True, False]
+    assert [can_score("process", {"rollout": name}, 0.5) for name in inside] == [True, True, False, False]
+    assert can_score("process", {}, 0.5)
 
 
 def test_the_list_of_rollouts_shows_which_continue_rows(capsys: pytest.CaptureFixture[str]) -> None:

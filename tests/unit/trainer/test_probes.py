@@ -1,5 +1,6 @@
 """Probes at equal weights: their numbers, when they are reported, and a rollout with other weights."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,24 +12,30 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RolloutError
 from camshaft.trainer.probes import ROWS, Probes
 
-SCORED = [[-1.5, -9.0, -2.0], [-1.0]]
 MASK = [[True, False, True], [True]]
 
 
 class Scorer(Worker):
     """Returns stored log-probs under a version that a call sets."""
 
-    version = 0
+    version, last, is_last_scored = 0, -2.0, True
+    """`last` is the log-prob of the last token of longer responses."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_version(self, version: int) -> None:
         self.version = version
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_last(self, log_prob: float, is_scored: bool) -> None:
+        self.last, self.is_last_scored = log_prob, is_scored
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score_responses(self, rows: DataProto) -> DataProto:
-        scored = Ragged.from_rows([SCORED[len(row) == 1] for row in rows.ragged("responses").rows()], torch.float32)
+        stored = [[-1.5, -9.0, self.last], [-1.0]]
+        scored = Ragged.from_rows([stored[len(row) == 1] for row in rows.ragged("responses").rows()], torch.float32)
         versions = scored.map(lambda values: torch.full_like(values, self.version, dtype=torch.int32))
-        return DataProto.from_dict({"rollout_log_probs": scored, "policy_versions": versions})
+        mask = scored.like((scored.positions() < 2) | self.is_last_scored)
+        return DataProto.from_dict({"rollout_log_probs": scored, "response_mask": mask, "policy_versions": versions})
 
 
 @pytest.fixture
@@ -57,6 +64,16 @@ def test_a_probe_compares_sampled_tokens(dp_size: int, scorer: Any) -> None:
     # The counted differences are 0.5, 0 and 0.25.
     assert metrics["async/probe_log_prob_diff_mean"] == pytest.approx((0.5 + 0 + 0.25) / 3)
     assert metrics["async/probe_version"] == 0.0
+
+
+def test_tokens_that_are_not_scored_do_not_count_and_nan_does(scorer: Any) -> None:
+    probes = Probes(scorer, 1)
+    scorer.set_last(0.0, False)
+    probes.start(1, batch())
+    assert probes.collect(1)["async/probe_log_prob_diff_mean"] == pytest.approx((0.5 + 0.25) / 2)
+    scorer.set_last(math.nan, True)
+    probes.start(1, batch())
+    assert math.isnan(probes.collect(1)["async/probe_log_prob_diff_mean"])
 
 
 def test_a_probe_is_reported_once_and_in_its_step(scorer: Any) -> None:

@@ -15,7 +15,7 @@ from camshaft.models.blockwise import Scores
 from camshaft.rollout.builtin import extend
 from camshaft.rollout.builtin import kv_cache as slots_module
 from camshaft.rollout.builtin.cpu import pages
-from camshaft.rollout.builtin.cpu.pages import LARGE_PAGE
+from camshaft.rollout.builtin.cpu.pages import HUGE_PAGE_BYTES
 from camshaft.rollout.builtin.extend import ExtendStep
 from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, KVCache
 from camshaft.rollout.builtin.steps import ATTENTION_MULTIPLE, DecodeStep, PrefillStep
@@ -270,7 +270,7 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="requires the memory counts of Linux")
 def test_unused_positions_of_a_large_cache_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows use 32 of 512 positions, and later 256. Huge pages would contain the unused ones."""
-    monkeypatch.setattr(slots_module, "MAX_LARGE_PAGES", 2**25)
+    monkeypatch.setattr(slots_module, "MAX_HUGE_PAGE_BYTES", 2**25)
     slots, key = cache(max_model_len=512), torch.ones(1, 2, 1, 128)
     slots.reserve(80, 512)
     before = resident()
@@ -305,12 +305,12 @@ def test_a_cache_with_huge_pages_keeps_its_memory() -> None:
 @pytest.mark.parametrize("large", [True, False])
 def test_large_blocks_are_zero_and_writable_for_any_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not large:
-        monkeypatch.setattr(pages, "LARGE_PAGES", None)
+        monkeypatch.setattr(pages, "HUGE_PAGE_FLAG", None)
     slots = cache()
-    slots.reserve(LARGE_PAGE // (2 * LENGTH_MULTIPLE * DIM * 4), 2 * LENGTH_MULTIPLE // 3)
+    slots.reserve(HUGE_PAGE_BYTES // (2 * LENGTH_MULTIPLE * DIM * 4), 2 * LENGTH_MULTIPLE // 3)
     key = torch.ones(1, 2, 1, DIM)
     keys, values = slots.layer(layer(0), key, key.bfloat16())
-    assert keys.nbytes >= LARGE_PAGE
+    assert keys.nbytes >= HUGE_PAGE_BYTES
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     assert not keys.any()
     keys[-1, -1, -1] = key[0, 0, 0]

@@ -195,7 +195,7 @@ def test_rows_of_different_lengths_move_between_classes(
     for module in (length_classes, scheduler):
         monkeypatch.setattr(module, "SHORTEST", 8)
     monkeypatch.setattr(length_classes, "MIN_SAVED", 1)
-    monkeypatch.setattr(kv_cache, "MAX_LARGE_PAGES", 0)
+    monkeypatch.setattr(kv_cache, "MAX_HUGE_PAGE_BYTES", 0)
     monkeypatch.setattr(kv_cache, "LENGTH_MULTIPLE", 1)
     monkeypatch.setattr(kv_cache.pages, "release", overwrite)
     actual = checked_generation(harness.case(max_num_seqs=6), prompts, sampling, seeds).responses
