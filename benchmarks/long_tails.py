@@ -8,7 +8,7 @@ refilled. Sides take turns within each round:
 - equal: all answers have the mean length
 - equal, longer: a quarter as many answers, all so long that a token needs as many positions as with the lengths
 - long-tailed: the lengths
-- small pages: the lengths, and no huge pages, as in a cache of more than 256 MiB, so unused positions need no memory
+- small pages: the lengths, and no huge pages, as in a cache of more than 64 MiB, so unused positions need no memory
 - one class: the long-tailed lengths, with attention over as many positions as the longest live row has
 
 Numbers of positions are exact. The needed ones are those of each row itself; a decode step reads more of them. The size
@@ -168,10 +168,10 @@ def line(name: str, sides: dict[str, Side]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--answers", type=int, default=4, help="answers per slot")
-    parser.add_argument("--median", type=int, default=256)
+    parser.add_argument("--answers", type=int, default=12, help="answers per slot")
+    parser.add_argument("--median", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()

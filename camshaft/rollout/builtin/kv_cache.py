@@ -27,9 +27,9 @@ from camshaft.rollout.builtin.cpu import pages
 LENGTH_MULTIPLE = 64
 """Granularity of the number of positions per slot."""
 
-MAX_HUGE_PAGE_BYTES = 2**28
+MAX_HUGE_PAGE_BYTES = 2**26
 """Maximum size of the keys and values of a cache with huge pages, in bytes. In larger ones, each row has pages of its
-own, so that unused positions need no memory. Attention then takes up to 1.16 times as long."""
+own, so that unused positions need no memory. Huge pages save time only in small ones."""
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, each of shape (slots, heads, positions, dim)."""

@@ -294,11 +294,11 @@ def test_unused_positions_of_a_large_cache_need_no_memory(monkeypatch: pytest.Mo
 
 def test_a_cache_with_huge_pages_keeps_its_memory() -> None:
     slots, key = cache(max_model_len=512), torch.ones(1, 2, 1, 128)
-    slots.reserve(80, 512)
+    slots.reserve(40, 512)
     (keys, _) = slots.layer(layer(0), key, key)
     keys[:] = key
-    slots.trim([512] * 80)
-    slots.trim([0] * 80)
+    slots.trim([512] * 40)
+    slots.trim([0] * 40)
     assert keys.all()
 
 
