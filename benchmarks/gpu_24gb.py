@@ -32,7 +32,7 @@ import gpu_model
 import torch
 from camshaft_side import Steps
 from gpu_model import QWEN3, Qwen3
-from gpu_parts import NEEDS_CUDA, OUT_OF_MEMORY, answer, in_process
+from gpu_parts import NEEDS_CUDA, OUT_OF_MEMORY, answer, in_process, write_page
 from machine import machine
 from paired import table
 
@@ -240,14 +240,8 @@ class Results:
         if self.options.out is None:
             return
         about = machine(self.options.device) if self.measured else "Not measured yet: forecasts only"
-        command = " ".join(["python", "benchmarks/gpu_24gb.py", *sys.argv[1:]])
-        title, _, rest = (__doc__ or "").partition("\n\n")
-        page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{about}. `{command}`"]
-        page.append(table(rows, COLUMNS))
-        Path(f"{self.options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-        record = {"command": command, "forecasts": self.forecasts}
-        record |= {"machine": about, "measured": self.measured} if self.measured else {}
-        Path(f"{self.options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record = {"forecasts": self.forecasts} | ({"measured": self.measured} if self.measured else {})
+        write_page(self.options.out, __doc__ or "", about, "", [table(rows, COLUMNS)], record)
 
     def rows(self, key: str) -> list[dict[str, Any]]:
         """Return the table rows of a run: one per phase, and one for the whole run if it was measured."""

@@ -232,8 +232,9 @@ def _rates(attend: Attend, inputs: Sequence[Tensor], operations: float, device: 
 
     with torch.no_grad():
         once = median_seconds(partial(attend, *inputs), device)
-    backward = max(median_seconds(both, device) - once, 1e-9)
-    return {"forward": operations / once, "backward": BACKWARD * operations / backward}
+    backward = median_seconds(both, device) - once
+    rates = {"forward": operations / once}
+    return rates | ({"backward": BACKWARD * operations / backward} if backward > 0 else {})
 
 
 def errors(attend: Attend, case: Case, device: str, dtype: torch.dtype) -> float:

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 from gpu_model import random_weights
-from gpu_parts import answer, in_process
+from gpu_parts import answer, in_process, write_page
 from machine import machine
 from paired import table
 from transformers import Qwen2Config
@@ -203,13 +201,9 @@ def report(options: argparse.Namespace, loss: float, rows: list[dict[str, Any]])
     """Write what has been measured so far as Markdown and JSON."""
     if options.out is None:
         return
-    about, command = machine(options.device), " ".join(["python", "benchmarks/gpu_learning.py", *sys.argv[1:]])
-    title, _, rest = (__doc__ or "").partition("\n\n")
-    how = f"{about}. `{command}` The loss after the supervised training was {loss:.3f}."
-    page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), how, table(rows, COLUMNS)]
-    Path(f"{options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    record = {"machine": about, "command": command, "loss": loss, "rows": rows}
-    Path(f"{options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    how = f"The loss after the supervised training was {loss:.3f}."
+    record = {"loss": loss, "rows": rows}
+    write_page(options.out, __doc__ or "", machine(options.device), how, [table(rows, COLUMNS)], record)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,21 @@ def answer(run: Callable[[dict[str, Any]], dict[str, Any]], task: str) -> None:
         print(error, file=sys.stderr)
         result = {"failed": OUT_OF_MEMORY}
     sys.stdout.write("\n" + json.dumps(result) + "\n")
+
+
+def write_page(
+    out: str, description: str, about: str, how: str, tables: Sequence[str], record: Mapping[str, Any]
+) -> None:
+    """Write a report as Markdown to <out>.md and its numbers to <out>.json.
+
+    `description` is the docstring of the script: its title, its commands, which are left out, and the rest.
+    """
+    title, _, rest = description.partition("\n\n")
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{about}. `{command}` {how}".strip(), *tables]
+    Path(f"{out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    numbers = {"machine": about, "command": command, **record}
+    Path(f"{out}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
 
 
 def median_seconds(run: Callable[[], Any], device: str, times: int = 7) -> float:

@@ -23,9 +23,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -40,7 +38,7 @@ import torch
 import transformers
 from gpu_attention import BACKWARD, Case, measured
 from gpu_model import DTYPES, QWEN3, fill, random_weights, without_initialization
-from gpu_parts import answer, in_process, synchronize
+from gpu_parts import answer, in_process, synchronize, write_page
 from machine import machine
 from paired import arguments, table
 from torch import Tensor
@@ -364,15 +362,11 @@ def report(options: argparse.Namespace, matmul: float, attention: list[dict[str,
     """Write what has been measured so far as Markdown and JSON."""
     if options.out is None:
         return
-    about, command = machine(options.device), " ".join(["python", "benchmarks/gpu_rows.py", *sys.argv[1:]])
-    title, _, rest = (__doc__ or "").partition("\n\n")
     rates = f"Square products ran at {matmul / 1e12:.2f} TFLOP/s; the datasheet has {options.datasheet:.0f}."
-    how = f"{about}; {options.dtype}, {options.rounds} timed updates. `{command}`"
-    page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{how} {rates}"]
-    page += [table(rows, columns) for rows, columns in ((attention, ATTENTION), (updates, UPDATES)) if rows]
-    Path(f"{options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    record = {"machine": about, "command": command, "matmul": matmul, "attention": attention, "updates": updates}
-    Path(f"{options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    about = f"{machine(options.device)}; {options.dtype}, {options.rounds} timed updates"
+    tables = [table(rows, columns) for rows, columns in ((attention, ATTENTION), (updates, UPDATES)) if rows]
+    record = {"matmul": matmul, "attention": attention, "updates": updates}
+    write_page(options.out, __doc__ or "", about, rates, tables, record)
 
 
 def main() -> None:

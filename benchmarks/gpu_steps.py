@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ import roofline
 import torch
 from camshaft_side import Steps
 from gpu_model import DTYPES, SIZES, random_weights
-from gpu_parts import answer, in_process
+from gpu_parts import answer, in_process, write_page
 from machine import machine
 from paired import arguments, table
 from roofline import Group, Rates
@@ -193,14 +191,9 @@ def report(options: argparse.Namespace, rates: dict[str, Rates], rows: list[dict
     """Write what has been measured so far as Markdown and JSON."""
     if options.out is None:
         return
-    about, command = machine(options.device), " ".join(["python", "benchmarks/gpu_steps.py", *sys.argv[1:]])
-    title, _, rest = (__doc__ or "").partition("\n\n")
     form = "{} rates: {:.2f} TFLOP/s and {:.2f} TB/s."
     how = " ".join(form.format(name, rate.matmul / 1e12, rate.copy / 1e12) for name, rate in rates.items())
-    page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{about}. `{command}` {how}"]
-    Path(f"{options.out}.md").write_text("\n\n".join([*page, table(rows, COLUMNS)]) + "\n", encoding="utf-8")
-    record = {"machine": about, "command": command, "rows": rows}
-    Path(f"{options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_page(options.out, __doc__ or "", machine(options.device), how, [table(rows, COLUMNS)], {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -407,10 +407,10 @@ class Scheduler:
     def _form_classes(self) -> None:
         """Divide the live rows into length classes. On a GPU, attention reads each row to its own length anyway."""
         self.classes = [(self.live.shape[1], self.max_position + 1)]
-        if self.device.type == "cpu" and self.max_position >= SHORTEST:
-            self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())
-            self._reorder(order)
         if self.device.type == "cpu":
+            if self.max_position >= SHORTEST:
+                self.classes, order = arrange(self.cache, (self.live[POSITION] + 1).tolist())
+                self._reorder(order)
             free = [0] * (self.num_slots - self.live.shape[1])
             self.cache.trim([*(self.live[POSITION] + 1).tolist(), *free])
 
