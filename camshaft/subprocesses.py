@@ -55,13 +55,19 @@ exec 3<&0
 (
     read -r message
     [ "$message" = {_CANCEL} ] && exit
+    polls=$1; shift
+    [ "$polls" -gt 0 ] && kill -s TERM "$0"
+    while [ "$polls" -gt 0 ] && kill -s 0 -- "-$0"; do
+        sleep {POLL_SECONDS}; polls=$((polls - 1))
+    done
     kill -s KILL -- "-$0"
     [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"
 ) <&3 &
 """
 """Shell script that waits for the end of its input, kills the group, and deletes the files ten seconds later.
 
-It runs in the background, because Ray kills the direct children of an actor that exits.
+Before the kill, it may send SIGTERM to the leader and poll as many times whether the group has ended. It runs in the
+background, because Ray kills the direct children of an actor that exits.
 """
 FREE_SECONDS = 12.0
 """Seconds that a `VariableGuard` waits before it kills the remaining processes: longer than a `GroupGuard`."""
@@ -253,10 +259,14 @@ class _Guard:
 
 
 class GroupGuard(_Guard):
-    """A guard that kills a process group, and deletes `files` ten seconds later."""
+    """A guard that kills a process group, and deletes `files` ten seconds later.
 
-    def __init__(self, group: int, *files: Path):
-        super().__init__(_GUARD, [str(group), *map(str, files)])
+    With `grace_seconds`, the leader of the group is terminated first, and the group has this time to end.
+    """
+
+    def __init__(self, group: int, *files: Path, grace_seconds: float = 0.0):
+        polls = math.ceil(grace_seconds / POLL_SECONDS)
+        super().__init__(_GUARD, [str(group), str(polls), *map(str, files)])
 
 
 class VariableGuard(_Guard):

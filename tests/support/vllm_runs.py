@@ -5,7 +5,10 @@ steps[-1].by_vllm == steps[-1].by_transformers      # token for token
 steps[-1].metrics["critic/score/mean"]
 """
 
+import re
 import shutil
+import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +66,18 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
         listener = _Listener(trainer.parts, folder / "actor", config.data.max_response_length, scaling)
         trainer.fit(listener)  # pyright: ignore[reportArgumentType]
     return listener.steps
+
+
+def wait_until_it_generates(url: str, key: str, seconds: float = 60) -> None:
+    """Wait until the server reports running sequences, for at most some seconds."""
+    gives_up = time.monotonic() + seconds
+    while time.monotonic() < gives_up:
+        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            running_now = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        if running_now and float(running_now[1]) > 0:
+            return
+        time.sleep(0.05)
 
 
 class _Listener:

@@ -149,7 +149,7 @@ def test_a_guard_ignores_stop_signals():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
-        pattern = re.compile(rf"/bin/sh -c .* ({pids[0]}|{pids[1]}) ", re.DOTALL)
+        pattern = re.compile(rf"/bin/sh -c .* ({pids[0]}|{pids[1]}) 0 ", re.DOTALL)
         processes = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         (guard,) = (pid for pid in processes if pattern.fullmatch(command_line(pid)))
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
@@ -157,6 +157,47 @@ def test_a_guard_ignores_stop_signals():
         assert still_running([guard], 0.2) == [guard]
         process.kill()
         assert still_running([*pids, guard]) == []
+
+
+GRACE_PARENT = """
+import sys, time
+from camshaft.subprocesses import GroupGuard, start_python
+process = start_python(["-c", sys.argv[1], sys.argv[2]])
+guard = GroupGuard(process.pid, grace_seconds=float(sys.argv[3]))
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+TIDIES = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+def tidy(*_):
+    time.sleep(0.5)
+    os.remove(sys.argv[1])
+    time.sleep({seconds})
+    child.kill()
+    os._exit(0)
+child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGTERM, tidy)
+print(child.pid, flush=True)
+Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+"""A leader that removes a file when it is terminated, and some time later ends its child and itself."""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("grace_seconds", "seconds"), [(60.0, 0.0), (2.0, 60.0), (0.0, 0.0)])
+def test_a_guard_lets_a_group_end_by_itself(grace_seconds: float, seconds: float, tmp_path: Path):
+    file = tmp_path / "left"
+    command = [sys.executable, "-c", GRACE_PARENT, TIDIES.format(seconds=seconds), str(file), str(grace_seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        while not file.exists():
+            time.sleep(0.02)
+        process.kill()
+        assert still_running(pids, 30.0) == []
+    assert file.exists() == (grace_seconds == 0.0)
 
 
 VARIABLE_PARENT = """

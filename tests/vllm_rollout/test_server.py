@@ -6,7 +6,6 @@ Run by `make test-vllm`. `make test-server` runs the contract.
 import contextlib
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.processes import still_running
-from support.vllm_runs import run_with_vllm
+from support.vllm_runs import run_with_vllm, wait_until_it_generates
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness, largest_difference
@@ -204,6 +203,7 @@ def test_server_killed_restarted_and_ended_with_its_trainer(started_case: Case, 
     config: RolloutEngineConfig = started_case.rollout.config
     arguments = [config.model_dump_json(), url.rpartition(":")[2]]
     command = [sys.executable, "-c", ANOTHER_TRAINER, *arguments]
+    before = unmapped_memory()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         leader = int(trainer.stdout.readline())
@@ -212,23 +212,16 @@ def test_server_killed_restarted_and_ended_with_its_trainer(started_case: Case, 
         case.rollout.load_weights(case.weights())
         assert off(case, harness) < 1e-4
 
-        # The server ends with its trainer.
+        # The server ends with its trainer, and frees its shared memory.
         processes = group_of(leader)
         assert len(processes) >= 3
         os.kill(trainer.pid, signal.SIGKILL)
     assert not still_running(processes, seconds=10)
+    assert not unmapped_memory() - before
 
 
-def kill_while_it_generates(pid: int, url: str, seconds: float = 60) -> None:
-    """Kill the process when the server reports running sequences, or after some seconds."""
-    gives_up = time.monotonic() + seconds
-    while time.monotonic() < gives_up:
-        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            running_now = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
-        if running_now and float(running_now[1]) > 0:
-            break
-        time.sleep(0.05)
+def kill_while_it_generates(pid: int, url: str) -> None:
+    wait_until_it_generates(url, KEY)
     os.kill(pid, signal.SIGKILL)
 
 

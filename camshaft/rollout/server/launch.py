@@ -1,4 +1,4 @@
-"""Start vLLM's server for one rank on 127.0.0.1. The server is killed when the trainer's process ends.
+"""Start vLLM's server for one rank on 127.0.0.1. The server is ended when the trainer's process ends.
 
 process = ServerProcess(config, options.arguments)
 process.wait(240.0)                     # until the server is ready; errors show the last lines of its log
@@ -81,7 +81,7 @@ def server_command(config: RolloutEngineConfig) -> str:
 
 
 class ServerProcess:
-    """A server process. It is killed by `end`, or when this process ends, even if a signal kills this process.
+    """A server process. It is ended by `end`, or when this process ends, even if a signal kills this process.
 
     Every route of the server requires `key`: the value of VLLM_API_KEY or, if that is unset, a random one. The server
     reads it from its environment, because all users of the machine can read its command line.
@@ -110,7 +110,7 @@ class ServerProcess:
             server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
         try:
-            self._guard = GroupGuard(self._server.pid)
+            self._guard = GroupGuard(self._server.pid, grace_seconds=END_SECONDS)
         except BaseException:
             kill_group(self._server.pid)
             self._server.wait()
