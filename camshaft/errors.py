@@ -63,7 +63,7 @@ class RolloutError(CamshaftError, RuntimeError):
 
 
 class GeneratorError(RolloutError):
-    """The process of a generator, or a server that a rollout has started, has ended."""
+    """The process of a generator or its server has ended, does not answer, or was started again without the weights."""
 
 
 class RewardError(CamshaftError, RuntimeError):

@@ -25,7 +25,7 @@ class FakeServer:
 
 
 @contextmanager
-def fake_server(reply: Handler) -> Iterator[FakeServer]:
+def fake_server(reply: Handler, port: int = 0) -> Iterator[FakeServer]:
     class RequestHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -48,7 +48,7 @@ def fake_server(reply: Handler) -> Iterator[FakeServer]:
 
         do_POST = do_GET
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), RequestHandler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), RequestHandler) as server:
         server.daemon_threads = True
         fake = FakeServer(f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 from support import interrupting
 from support.ppo_runs import ppo_config
 from support.processes import children, command_line, forked, still_running
-from support.vllm_runs import FOR_VLLM, run_with_vllm, with_wide_heads
+from support.vllm_runs import FOR_VLLM, StepResponses, run_with_vllm, wait_until_it_generates, with_wide_heads
 
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.rollout.server import launch
 from camshaft.trainer import ppo_trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,10 +47,16 @@ def generators() -> dict[str, int]:
     return dict(zip(("rollout", "server"), (*ranks, *servers), strict=False))
 
 
+def killing(victim: str) -> Callable[[Path], None]:
+    return lambda file: os.kill(generators()[victim], signal.SIGKILL)
+
+
 @contextmanager
-def killed_in(state: str, victim: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, Any]]:
-    """Kill a process of the run in this process when step `AT` is in a state. Yield settings of the run."""
-    killed = list[int]()
+def killed_in(
+    state: str, kill: Callable[[Path], None], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Mapping[str, Any]]:
+    """Call `kill` with the file that holds the run when step `AT` is in a state. Yield settings of the run."""
+    killed = list[bool]()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run.mkdir()
     (file := run / f"hold_{state}").write_text(str(AT))
@@ -59,10 +67,10 @@ def killed_in(state: str, victim: str, run: Path, monkeypatch: pytest.MonkeyPatc
                 return
             time.sleep(0.05)
         try:
-            killed.append(generators()[victim])
-            os.kill(killed[0], signal.SIGKILL)
+            kill(file)
+            killed.append(True)
         finally:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     thread = threading.Thread(target=kill_when_held)
     thread.start()
@@ -85,15 +93,67 @@ def test_a_killed_generator_has_the_weights_of_its_step_again(
     state: str, rollout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     victim, settings = ROLLOUTS[rollout]
-    with killed_in(state, victim, tmp_path / "run", monkeypatch) as held:
+    with killed_in(state, killing(victim), tmp_path / "run", monkeypatch) as held:
         responses = run_with_vllm(tmp_path, {**settings, **held}, STEPS)
     assert caplog.text.count(RESTARTED) == 1
+    assert_weights_of_each_step(responses)
+
+
+def assert_weights_of_each_step(responses: list[StepResponses]) -> None:
     assert len(responses) == STEPS
     for step, response in enumerate(responses):
         assert response.by_vllm == response.by_transformers
         assert response.metrics["rollout/log_prob_diff_max"] < 1e-4
         assert response.metrics.get("rollout/weights_version", step) == step
     assert responses[0].by_vllm != responses[-1].by_vllm
+
+
+class UsersServer:
+    """A server of a user, who starts it again on the same port three seconds after it was killed."""
+
+    def __init__(self, model: Path):
+        self._config = RolloutEngineConfig(model_path=str(model), dtype="float32")
+        self.process = launch.ServerProcess(self._config, {})
+        self.process.wait(600)
+
+    def kill(self, file: Path) -> None:
+        """Kill the server and release the run, which generates before in that state."""
+        if file.name == "hold_generating":
+            file.unlink()
+            wait_until_it_generates(self.process.url, self.process.key)
+        os.kill(self.process._server.pid, signal.SIGKILL)
+        file.unlink(missing_ok=True)
+        while not self.process.exit_report():
+            time.sleep(0.05)
+        time.sleep(3.0)
+        self.process = launch.ServerProcess(self._config, {})
+
+
+@pytest.fixture
+def users_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UsersServer]:
+    port = launch._free_port()
+    monkeypatch.setattr(launch, "_free_port", lambda: port)
+    monkeypatch.setenv("VLLM_API_KEY", "a secret of the tests")
+    with_wide_heads(tmp_path)
+    server = UsersServer(tmp_path / "actor")
+    yield server
+    server.process.end()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_users_server_that_comes_back_has_the_weights_of_its_step(
+    state: str,
+    users_server: UsersServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kwargs = f"{{vllm_server_base_url: '{users_server.process.url}', vllm_server_timeout: 600}}"
+    settings = {"actor_rollout_ref.rollout.name": "server", "actor_rollout_ref.rollout.engine_kwargs": kwargs}
+    with killed_in(state, users_server.kill, tmp_path / "run", monkeypatch) as held:
+        responses = run_with_vllm(tmp_path, {**settings, **held, "data.max_response_length": 64}, STEPS)
+    assert caplog.text.count(RESTARTED) == 1
+    assert_weights_of_each_step(responses)
 
 
 class Recorder:
@@ -114,7 +174,7 @@ def test_probes_agree_with_vllm_also_after_it_is_killed(
     stale = {"async_training.max_staleness": 1, "algorithm.rollout_correction.rollout_is": "token"}
     longest = {"data.max_prompt_length": 9, "data.truncation": "left", "actor_rollout_ref.rollout.ignore_eos": True}
     lengths = {"trainer.total_training_steps": 5, "trainer.total_epochs": 5}
-    with killed_in(state, "rollout", tmp_path / "run", monkeypatch) as held:
+    with killed_in(state, killing("rollout"), tmp_path / "run", monkeypatch) as held:
         config = ppo_config(tmp_path, {**FOR_VLLM, **stale, **longest, **lengths, **held})
         recorder = Recorder()
         with ppo_trainer(config).open(config) as trainer:

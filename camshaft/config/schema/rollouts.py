@@ -76,7 +76,7 @@ class ServerOptions(RolloutOptions):
     vllm_server_base_url: tuple[str, ...] = ()
     """URLs of running servers without a path, one per rank. If empty, each rank starts a server."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
-    """Time in seconds to wait until a server is ready."""
+    """Time in seconds to wait until a server is ready, at the start and after a failure."""
     timeout: float | None = Field(default=None, gt=0)
     """Timeout in seconds during which no response arrives. None applies only `trainer.worker_timeout`."""
     retry_timeout: float = Field(default=5.0, ge=0)

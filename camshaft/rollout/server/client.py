@@ -22,8 +22,8 @@ from torch import Tensor
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.rollouts import WeightTransfer
 from camshaft.device import device_identity, with_device_index
-from camshaft.errors import RolloutError
-from camshaft.rollout.server.http_client import HTTPClient
+from camshaft.errors import GeneratorError, RolloutError
+from camshaft.rollout.server.http_client import HTTPClient, ServerUnavailable
 from camshaft.rollout.server.launch import DEV_MODE, EXTENSION, server_command
 from camshaft.rollout.weights import transport
 from camshaft.rollout.weights.buckets import pack_buckets
@@ -86,13 +86,17 @@ class ServerClient:
 
     def check_version(self, version: str) -> None:
         """Raise an error unless all workers hold the weights of the weight sync `version`."""
-        for identity, worker in zip(self._identity, self._call_workers("state"), strict=True):
-            if worker["identity"] != identity:
-                raise RolloutError(
-                    f"the server at {self._http.url} was restarted after the weight sync and does not hold the trained "
-                    "weights; resume the run from its last checkpoint"
-                )
+        for worker in self._synced(self._call_workers("state")):
             self._check_worker_version(worker["version"], version)
+
+    def _synced(self, workers: list[Any]) -> list[Any]:
+        """Return the answers of the workers. Raise an error unless they are those of the weight sync."""
+        if [worker["identity"] for worker in workers] != self._identity:
+            raise GeneratorError(
+                f"the server at {self._http.url} was restarted after the weight sync and does not hold the trained "
+                "weights; resume the run from its last checkpoint"
+            )
+        return workers
 
     def _check_worker_version(self, version: str | None, expected: str) -> None:
         if version != expected:
@@ -213,7 +217,7 @@ class ServerClient:
 
     def digests(self, version: str) -> Mapping[str, int]:
         """Return the checksums of the server's weights. Raise an error if its workers hold different weights."""
-        workers = self._call_workers("digests")
+        workers = self._synced(self._call_workers("digests"))
         digests: dict[str, int] = workers[0]["digests"]
         for worker in workers:
             self._check_worker_version(worker["version"], version)
@@ -297,4 +301,4 @@ def _local_address_towards(url: str) -> str:
         with socket.create_connection((parts.hostname or "", port), timeout=10.0) as probe:
             return probe.getsockname()[0]
     except OSError as error:
-        raise RolloutError(f"no connection to {url} ({error}); check that the server is still running") from error
+        raise ServerUnavailable(f"no connection to {url} ({error}); check that the server is still running") from error

@@ -38,8 +38,8 @@ class RequestRejected(RolloutError):
     """The server rejected a request, and would reject it again."""
 
 
-class ServerUnavailable(RolloutError):
-    """The connection failed or the server answered with HTTP 5xx. A later attempt may succeed."""
+class ServerUnavailable(GeneratorError):
+    """The connection failed or the server answered with HTTP 5xx. A later attempt, or another server, may succeed."""
 
 
 class HTTPClient:

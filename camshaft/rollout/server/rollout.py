@@ -224,7 +224,7 @@ def _wait_until_healthy(url: str, timeout: float) -> None:
             if time.monotonic() > deadline:
                 raise RolloutError(
                     f"no server is ready at vllm_server_base_url={url} after {timeout:g} s (vllm_server_timeout): "
-                    f"{error}"
+                    f"{error}. Start the server and then the run again, or increase vllm_server_timeout"
                 ) from error
         start.check(http.describe)
         time.sleep(min(1.0, timeout / 10))
