@@ -15,7 +15,7 @@ from support.users_server import STATES, Death, UsersServer, users_server
 from camshaft.digest import digest
 from camshaft.errors import WorkerError
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KWARGS = f"+{ROLLOUT}.engine_kwargs"
