@@ -11,7 +11,10 @@ The second table compares the steps of the same GRPO run in `camshaft ppo` and i
 other. Their tokens are equal (`tests/tinker_sdk/test_grpo.py`). The script computes the log-probs before the update in
 a pass of their own.
 
-The third table has requests for samples that are all in flight at the same time, and CPU seconds of the process of the
+The third table has a loop that trains on samples of the weights before the last step while it requests the next ones,
+on servers whose ranks train and sample in turn, and on one with a process for each. Servers take turns within a round.
+
+The last table has requests for samples that are all in flight at the same time, and CPU seconds of the process of the
 server, without its worker.
 """
 
@@ -36,7 +39,7 @@ from support.tinker_load import sample_all, server_process
 from camshaft.algorithms.token_losses import LOSSES
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.serve import ServeConfig
-from camshaft.contracts.tinker.client import training_request
+from camshaft.contracts.tinker.client import read_samples, training_request
 from camshaft.engine import StepHyperparameters
 from camshaft.models.tiny import make_tiny_model
 from camshaft.service import codec
@@ -143,6 +146,74 @@ def grpo_table(num_rounds: int, num_steps: int) -> Iterator[str]:
             yield f"| {title} | {tokens:.0f} | {ppo:.3f} | {sdk:.3f} | {statistics.median(ratios):.2f} |"
 
 
+# -- training and sampling at the same time -----------------------------------------------------------
+
+
+LAYOUTS = {
+    "1 rank, 1 thread": (1, 0, 1),
+    "1 rank, 2 threads": (1, 0, 2),
+    "2 ranks, 1 thread each": (2, 0, 1),
+    "1 rank and 1 sampling rank, 1 thread each": (1, 1, 1),
+}
+"""Ranks, sampling ranks, and threads of each."""
+
+
+def overlapped_steps(server: RunningServer, num_steps: int) -> list[float]:
+    """Return the seconds of each step of a loop whose samples are one step old."""
+    client, length, seconds = server.client(), 64, list[float]()
+    model = client.create_model(0, RANK)
+    sampler = model.publish(0)
+
+    def submit(step: int) -> list[Any]:
+        options = {"max_tokens": length, "seed": 1000 * step, "stop": []}
+        return [client.submit_sample(sampler, step * 8 + n, [5 + n, 6, 7], 8, **options) for n in range(8)]
+
+    promises = submit(0)
+    for step in range(num_steps):
+        start = time.perf_counter()
+        samples = [(n, sample) for n in range(8) for sample in read_samples(client.wait(promises[n]))]
+        promises = submit(step + 1)
+        mask = [0.0, 0.0] + [1.0] * length
+        data = [
+            datum(
+                [5 + n, 6, 7, *sample.tokens],
+                logprobs=[0.0, 0.0, *sample.log_probs],
+                advantages=[value * (sum(sample.tokens) % 3 - 1.0) for value in mask],
+            )
+            for n, sample in samples
+        ]
+        commands = [
+            model.train(model.next(), data, "ppo"),
+            model.step(model.next(), learning_rate=1e-4),
+            model.command("save_weights_for_sampler", model.next(), sampling_session_seq_id=step + 1),
+        ]
+        sampler = [model.wait(command) for command in commands][-1]["sampling_session_id"]
+        seconds.append(time.perf_counter() - start)
+    for promise in promises:
+        client.wait(promise)
+    return seconds[2:]
+
+
+def overlap_table(num_rounds: int, num_steps: int) -> Iterator[str]:
+    yield "| server | s per step | speed beside 1 rank, 1 thread | beside 1 rank, 2 threads |"
+    yield "|---|---|---|---|"
+    walls: dict[str, list[float]] = {title: [] for title in LAYOUTS}
+    with tempfile.TemporaryDirectory() as name:
+        model = make_tiny_model(Path(name) / "model", hidden=256, layers=4, initializer_range=0.1, tie_embeddings=False)
+        for number in range(num_rounds):
+            for title, (ranks, sampling_ranks, threads) in LAYOUTS.items():
+                os.environ["OMP_NUM_THREADS"] = str(threads)
+                folder = Path(name) / f"{number}-{title}"
+                folder.mkdir()
+                options = {"model": f"{BASE}={model}", "ranks": ranks, "sampling_ranks": sampling_ranks}
+                with running_server(folder, **options, save_every=10**6) as server:
+                    walls[title].append(statistics.median(overlapped_steps(server, num_steps)))
+    bases = list(walls.values())[:2]
+    for title, seconds in walls.items():
+        ratios = [statistics.median(b / a for a, b in zip(seconds, base, strict=True)) for base in bases]
+        yield f"| {title} | {statistics.median(seconds):.3f} | {ratios[0]:.2f} | {ratios[1]:.2f} |"
+
+
 # -- open polls --------------------------------------------------------------------------------------
 
 
@@ -171,6 +242,7 @@ def main() -> None:
     parts = {
         "Commands": command_table(options.rounds),
         "Steps of GRPO": grpo_table(options.runs, options.steps),
+        "Training and sampling at the same time": overlap_table(options.runs, options.steps + 2),
         "Open polls": poll_table((64, 512)),
     }
     load = os.getloadavg()[0]

@@ -5,6 +5,7 @@ camshaft serve model=Qwen/Qwen3-0.6B=models/qwen     # clients ask for Qwen/Qwen
 camshaft serve new_key=alice keys=keys.txt model=models/tiny
 """
 
+import contextlib
 import logging
 import sys
 import textwrap
@@ -62,6 +63,7 @@ def serve(config: ServeConfig) -> int:
     from camshaft import storage
     from camshaft.fetch import fetch_models
     from camshaft.http import LocalServer, ServerLimits
+    from camshaft.roles.sampled import SamplingWorker
     from camshaft.service import history
     from camshaft.service.app import MAX_POLLS, App
     from camshaft.service.keys import Keys
@@ -79,8 +81,9 @@ def serve(config: ServeConfig) -> int:
     logging.basicConfig(filename=folder / "log.txt", level=logging.INFO, format=LOG_FORMAT)
     logging.getLogger(history.__name__).addHandler(logging.StreamHandler())  # what each model waits for
     limits = ServerLimits(2 * MAX_POLLS, config.max_megabytes * MEGABYTE, REQUEST_SECONDS)
-    with lock, RoleProcess(config) as role:
-        service = Service(config, role)
+    with lock, RoleProcess(config) as role, contextlib.ExitStack() as stack:
+        sampler = stack.enter_context(RoleProcess(config, SamplingWorker)) if config.sampling_ranks else None
+        service = Service(config, role, sampler)
         with LocalServer(App(service, keys), limits, config.port, host=config.host) as server:
             service.start()
             server.start()

@@ -47,6 +47,12 @@ class ServeConfig(Section):
         "samples.",
         ge=1,
     )
+    sampling_ranks: int = key(
+        0,
+        "Number of worker processes on each machine that only sample, each on a device of its own, so that samples and "
+        "training run at the same time. 0: the ranks that train also sample.",
+        ge=0,
+    )
     nnodes: int = key(1, "Number of machines of a Ray cluster. They share `folder`.", ge=1)
     controller: Literal["auto", "local", "ray"] = key(
         "auto",

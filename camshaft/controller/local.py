@@ -111,9 +111,14 @@ def _start_pool(spec: PoolSpec, options: Options, first_device: int, other_ranks
     return pool
 
 
-def process_pool(spec: PoolSpec, options: Options | None = None) -> "LocalPool":
-    """Start a pool whose ranks are worker processes in a process group, even for a single rank."""
-    pool = LocalPool(spec, options)
+def process_pool(
+    spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0
+) -> "LocalPool":
+    """Start a pool whose ranks are worker processes in a process group, even for a single rank.
+
+    It runs beside `other_ranks` of another pool, which shares the cores with it.
+    """
+    pool = LocalPool(spec, options, first_device, other_ranks)
     pool.start()
     pool.join_ranks()
     return pool

@@ -30,6 +30,7 @@ from camshaft.config.backends import targets
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, OptimConfig
 from camshaft.device import seed_ranks
 from camshaft.engine.base import BaseEngine, Predictions, StepHyperparameters, StepResult
+from camshaft.engine.base import DtypeOf as DtypeOf
 from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero
 from camshaft.engine.context import RoutingMode, StepContext
 from camshaft.engine.torch_engine import TorchEngine

@@ -3,7 +3,8 @@
 plan = plan_service(config, memory=None, lora_rank=32, samples=64)
 
 A client may train any of the base models, so the plan assumes the one with the largest forecast for all `max_models`.
-Training is forecast as that of a supervised run with the same engine, micro-batches and length.
+Training is forecast as that of a supervised run with the same engine, micro-batches and length. With `sampling_ranks`,
+the rollouts are in a pool of their own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,9 @@ from camshaft.planning.generator import GENERATORS, UNLIMITED, Generator, model_
 from camshaft.planning.layers import Phase
 from camshaft.planning.plan import Plan, Row, check_supported, format_size, memory_per_rank
 from camshaft.planning.trace import MODEL, POLICY, ROLLOUT, TRACED_ROLLOUT, forecast
+
+SAMPLER_POOL = "sampler"
+"""Pool of the ranks that only sample."""
 
 
 class _Base(NamedTuple):
@@ -42,6 +46,8 @@ def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, sample
     for run in runs.values():
         check_supported(run)
     limit = memory_per_rank(next(iter(runs.values())), memory)
+    if on_cpu:  # ranks that only sample share the memory of the machine
+        limit = limit * config.ranks // (config.ranks + config.sampling_ranks)
     bases = {
         folder: _Base(forecast(run, MODEL), model_size(config.rollout_config(folder, device)).weights)
         for folder, run in runs.items()
@@ -51,13 +57,19 @@ def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, sample
     at_rest = phases[-1].rest
     versions = config.max_versions * max(base.weights for base in bases.values())
     sampled = sorted((base.weights for base in bases.values()), reverse=True)[: config.max_samplers]
-    always = sum(sampled) + (versions // config.ranks if on_cpu else 0)
-    generator = _generator(config, trained, device, limit, config.max_models * at_rest + always, samples)
+    trains, sampling = config.max_models * at_rest + (versions // config.ranks if on_cpu else 0), sum(sampled)
+    is_separate = config.sampling_ranks > 0
+    # Besides the weights of the rollouts, ranks that also train have the memory of training.
+    resident = sampling if is_separate else trains + sampling
+    generator = _generator(config, trained, device, limit, resident, samples)
     # One model computes, or its rollout. All others keep their memory.
-    others = (config.max_models - 1) * at_rest + always + (generator.rest if generator else 0)
+    others = trains - at_rest
+    if not is_separate:
+        others += sampling + (generator.rest if generator else 0)
     rows = [Row(GLOBAL_POOL, MODEL, phase.name, phase.peak + others, phase.disk, phase.host) for phase in phases]
     if generator is not None:
-        rows.append(Row(GLOBAL_POOL, ROLLOUT, "gen", config.max_models * at_rest + always + generator.gen, 0))
+        pool = SAMPLER_POOL if is_separate else GLOBAL_POOL
+        rows.append(Row(pool, ROLLOUT, "gen", resident + generator.gen, 0))
     generated = f"{samples} rows of {config.context_length(trained)} tokens"
     return Plan(rows, limit, list(_notes(config, on_cpu, versions, lora_rank, generated, generator)))
 

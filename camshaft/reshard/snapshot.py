@@ -53,6 +53,13 @@ class Snapshot:
     content: np.ndarray | None = None
     """Bytes of the memory in a portable snapshot, which processes on any machine can read."""
 
+    def is_readable(self) -> bool:
+        """Return False if the memory has been freed, or its process has ended."""
+        try:
+            return self.content is not None or bool(len(open_memory(self.memory)))
+        except RolloutError:
+            return False
+
     def weights(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of each weight on `device`."""
         memory = open_memory(self.memory) if self.content is None else torch.from_numpy(self.content)

@@ -9,7 +9,8 @@
     hybrid.py        ActorRolloutRefWorker, which combines actor, rollout and reference
     reward_model.py  frozen reward model: compute_rm_score
     reward_input.py  converts responses to token ids of a reward model
-    served.py        engines and rollouts of `camshaft serve`
+    served.py        engines of `camshaft serve`
+    sampled.py       rollouts of `camshaft serve`
     generate.py      generation with the weights of a model folder, for `camshaft generate`
     supervised.py    base class of sft.py and rm.py with one optimizer step per batch: train_batch
     sft.py           model of supervised fine-tuning

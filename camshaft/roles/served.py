@@ -1,4 +1,4 @@
-"""Role of `camshaft serve`: the engines of the models that clients train, and the rollouts that sample from them.
+"""Role of `camshaft serve` that trains: the engines of the models of clients. It also samples, or others do.
 
     worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32), seed=0)     # on all ranks
     worker.forward_backward("s:train:0", rows, "ppo", {"clip_low_threshold": 0.9}, forward_only=False)
@@ -7,64 +7,40 @@
     worker.sample("models/tiny", "v1", prompts, SamplingParams(max_tokens=16), seeds)
 
 Models are known by the id that clients have for them. All ranks of an engine take part in a command, each with rows of
-its own, and each rank has a rollout that holds one published version at a time (versions.py).
-
-An error that a client can cause is returned as a `Refusal`, because an exception ends the worker process, and all
-models with it. If one rank has an error, all ranks return it: none waits for another one in the next command.
+its own. Published weights are in memory or in files (versions.py), from where the rollouts of these ranks load them, or
+those of a pool of their own (sampled.py).
 """
 
-import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from camshaft.algorithms.token_losses import LOSSES, BoundLoss
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.serve import ServeConfig
-from camshaft.controller import Dispatch, Worker, register
+from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.device import host_backend
 from camshaft.engine import (
     BaseEngine,
+    DtypeOf,
     EngineConfig,
     EngineModel,
-    Group,
     OptimConfig,
     StepContext,
     StepHyperparameters,
     build_engine,
-    on_every_rank,
 )
-from camshaft.errors import CamshaftError, EngineError
+from camshaft.errors import EngineError
 from camshaft.models.loader import stored_weights
-from camshaft.roles.rollout import generation_columns
-from camshaft.roles.versions import Versions
-from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
+from camshaft.reshard import Snapshot
+from camshaft.roles.sampled import ElsewhereError, Loader, Sampler, refusing
+from camshaft.roles.versions import VERSIONS, Versions
 from camshaft.seat import Seat
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 OUTPUT = "target_log_probs"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An error that leaves the worker usable, in place of the result of a call."""
-
-    message: str
-    is_vague: bool = False
-    """True if another rank may know the cause."""
-
-
-class ElsewhereError(EngineError):
-    """An error whose cause is in the rows or the weights of another rank."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +50,6 @@ class StepReport:
     grad_norm: float
     num_calls: int
     """Number of calls of `forward_backward` whose gradients the step has applied."""
-
-
-def _refusing(method: F) -> F:
-    """Return errors of this package and of files instead of raising them. If a rank has one, all ranks return it."""
-
-    @functools.wraps(method)
-    def call(worker: "ServedWorker", *args: Any, **kwargs: Any) -> Any:
-        result, refusal = None, None
-        try:
-            result = method(worker, *args, **kwargs)
-        except (CamshaftError, OSError) as error:  # such as a full disk
-            refusal = Refusal(str(error), isinstance(error, ElsewhereError))
-        refusals = [found for found in on_every_rank(worker.group, lambda: refusal) if found is not None]
-        return min(refusals, key=lambda found: found.is_vague, default=result)
-
-    return call  # pyright: ignore[reportReturnType]
 
 
 @dataclass
@@ -103,27 +63,26 @@ class ServedModel:
     """Number of calls of `forward_backward` since the last optimizer step."""
 
 
-class ServedWorker(Worker):
+class ServedWorker(Sampler):
     """Engines and rollouts of one server, on one device. All ranks have the same models and versions."""
 
     def __init__(self, config: ServeConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.models: dict[str, ServedModel] = {}
-        self.group = cast(Group, dist.new_group(backend=host_backend()) if self.world > 1 else None)
-        """Process group that exchanges errors and handles of memory."""
         self.versions = Versions(
-            Path(config.folder).absolute() / "versions", config.max_versions, self.group, self.rank_info.local_rank == 0
+            Path(config.folder).absolute() / VERSIONS, config.max_versions, self.group, self.rank_info.local_rank == 0
         )
-        self.rollouts: OrderedDict[str, BaseRollout] = OrderedDict()
-        """Rollouts of base models, by their folders. The first one has not been used for the longest time."""
-        self.held: dict[str, str] = {}
-        """Version that the rollout of a base model holds."""
+        self._dtypes: dict[str, Mapping[str, torch.dtype]] = {}
+        """Dtypes in which the rollouts of other ranks receive the weights of base models."""
+
+    @property
+    def loader(self) -> Loader:
+        return self.versions
 
     # -- training ---------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @_refusing
+    @refusing
     def create(self, model_id: str, base: str, lora: LoRAConfig | None, seed: int) -> Seat:
         """Build the engine of a model, with an adapter or for the training of all weights. Return its seat."""
         engine = self._build_engine(base, lora, seed, OptimConfig())
@@ -132,7 +91,7 @@ class ServedWorker(Worker):
         return engine.seat
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @_refusing
+    @refusing
     def forward_backward(
         self, model_id: str, rows: DataProto, loss: str, options: Mapping[str, float], forward_only: bool
     ) -> DataProto:
@@ -162,7 +121,7 @@ class ServedWorker(Worker):
         return DataProto.from_dict({"log_probs": log_probs}, {"loss": share})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def optimizer_step(self, model_id: str, hyperparameters: StepHyperparameters) -> StepReport:
         """Apply the gradients of all calls since the last step, and clear them."""
         model = self._model(model_id)
@@ -185,7 +144,7 @@ class ServedWorker(Worker):
         return StepReport(norm, num_calls)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def clear_gradients(self, model_id: str) -> None:
         """Discard the gradients since the last step."""
         model = self._model(model_id)
@@ -193,7 +152,7 @@ class ServedWorker(Worker):
             self._clear(model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def save(self, model_id: str, folder: str, is_state: bool) -> None:
         """Write weights and optimizer as a checkpoint of the engine. A state may not leave gradients behind."""
         model = self._model(model_id)
@@ -206,7 +165,7 @@ class ServedWorker(Worker):
         model.engine.wait_for_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def load(self, model_id: str, folder: str, with_optimizer: bool) -> None:
         """Replace the weights, and the optimizer state by that of the checkpoint or by none. Gradients are cleared."""
         model = self._model(model_id)
@@ -217,7 +176,7 @@ class ServedWorker(Worker):
             self._clear(model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def release(self, model_id: str) -> None:
         """Free the engine of a model. Its published versions remain."""
         self.models.pop(model_id, None)
@@ -245,17 +204,22 @@ class ServedWorker(Worker):
         engine.init_model()
         return engine
 
-    # -- sampling ---------------------------------------------------------------------------------
+    # -- published weights ------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    def set_dtypes(self, base: str, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Set the dtypes in which the rollouts of other ranks receive the weights of a base model."""
+        self._dtypes[base] = dtypes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @refusing
     def publish(self, model_id: str, version: str) -> None:
         """Keep a copy of the weights of a model."""
         model = self._model(model_id)
         self._add_version(version, model.engine, model.base)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def publish_checkpoint(self, base: str, lora: LoRAConfig | None, folder: str, version: str) -> None:
         """Keep a copy of the weights of a checkpoint."""
         engine = self._build_engine(base, lora, 0, None)
@@ -263,12 +227,11 @@ class ServedWorker(Worker):
         self._add_version(version, engine, base)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def publish_base(self, base: str, version: str) -> None:
         """Keep the weights of a model folder."""
-        rollout = self._rollout(base)
-        weights = stored_weights(EngineModel(path=base))
-        self.versions.add(version, ((name, tensor.to(rollout.sync_dtype(name, tensor))) for name, tensor in weights))
+        dtype_of, weights = self._dtype_of(base), stored_weights(EngineModel(path=base))
+        self.versions.add(version, ((name, tensor.to(dtype_of(name, tensor))) for name, tensor in weights))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def has_version(self, version: str) -> bool:
@@ -276,73 +239,38 @@ class ServedWorker(Worker):
         return version in self.versions
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    def snapshots(self, version: str) -> list[Snapshot]:
+        """Return the snapshots of published weights, one for each machine. There are none if they are in a file."""
+        return self.versions.snapshots(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @refusing
     def keep_versions(self, versions: Sequence[str]) -> None:
         """Write published weights to files, so that they survive this process."""
         for version in versions:
             self.versions.write(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def retain_versions(self, versions: Sequence[str]) -> None:
         """Free all published weights but these."""
         self.versions.retain(versions)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @_refusing
+    @refusing
     def forget_version(self, version: str) -> None:
         """Free published weights, which must not be sampled any more."""
         self.versions.remove(version)
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @_refusing
-    def sample(self, base: str, version: str, prompts: Ragged, sampling: SamplingParams, seeds: Tensor) -> DataProto:
-        """Sample one response for each prompt of this rank; the columns are those of `generation_columns`."""
-        rollout = self._rollout(base)
-        rollout.check_sampling(sampling)
-        self._load_version(rollout, base, version)
-        return DataProto.from_dict(generation_columns(rollout.generate_sequences(prompts, sampling, seeds)))
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @_refusing
-    def score(
-        self,
-        base: str,
-        version: str,
-        prompts: Ragged,
-        top_k: int,
-        candidates: Ragged | None,
-        sampling: SamplingParams | None,
-    ) -> DataProto:
-        """Return the log-probs of given tokens of this rank; the columns are fields of `PromptScores`."""
-        rollout = self._rollout(base)
-        self._load_version(rollout, base, version)
-        scores = rollout.score(prompts, top_k, candidates, sampling).to("cpu")
-        return DataProto.from_dict({name: column for name, column in vars(scores).items() if column is not None})
-
-    def _load_version(self, rollout: BaseRollout, base: str, version: str) -> None:
-        """Load published weights into the rollout of a base model, unless it holds them."""
-        if self.held.get(base) != version:
-            self.held.pop(base, None)
-            self.versions.load(version, rollout)
-            self.held[base] = version
-
-    def _rollout(self, base: str) -> BaseRollout:
-        """Return the rollout of a base model, which is built when it is needed."""
-        if base not in self.rollouts:
-            while len(self.rollouts) >= self.config.max_samplers:
-                unused, rollout = self.rollouts.popitem(last=False)
-                self.held.pop(unused, None)
-                rollout.sleep()
-            config = self.config.rollout_config(base, self.device)
-            self.rollouts[base] = build_rollout(self.config.rollout, config)
-        self.rollouts.move_to_end(base)
-        return self.rollouts[base]
-
     def _add_version(self, version: str, engine: BaseEngine, base: str) -> None:
-        rollout = self._rollout(base)
+        dtype_of = self._dtype_of(base)
         with engine.share_weights():
-            self.versions.add(version, engine.named_weights(dtype_of=rollout.sync_dtype))
+            self.versions.add(version, engine.named_weights(dtype_of=dtype_of))
+
+    def _dtype_of(self, base: str) -> DtypeOf:
+        """Return the function for the dtypes in which the rollouts of a base model receive its weights."""
+        dtypes = self._dtypes.get(base)
+        return self._rollout(base).sync_dtype if dtypes is None else lambda name, tensor: dtypes.get(name, tensor.dtype)
 
 
 def _check_finite(rows: DataProto, log_probs: Ragged, loss: float, loss_fn: BoundLoss) -> None:

@@ -4,14 +4,18 @@
     versions.add("v1", engine.named_weights())     # on all ranks
     versions.load("v1", rollout)                   # on any rank
 
-A version never changes. One rank of each machine writes its weights to memory that the other ranks of the machine map.
-Beyond `max_in_memory`, the least recently used versions are in files of `folder`, which all machines share, and are
-read from there. The files of an earlier process are kept, because the name of a version never has other weights.
+    received = ReceivedVersions(folder)            # in a process of another pool
+    received.add("v1", versions.snapshots("v1"))
+    received.load("v1", rollout)
+
+A version never changes. One rank of each machine writes its weights to memory that the other processes of the machine
+map. Beyond `max_in_memory`, the least recently used versions are in files of `folder`, which all machines share, and
+are read from there. The files of an earlier process are kept, because the name of a version never has other weights.
 """
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +28,15 @@ from camshaft.errors import CheckpointError, RolloutError
 from camshaft.reshard import Snapshot, SnapshotMemory, load_verified, machine_id, receive
 from camshaft.rollout import BaseRollout
 
+VERSIONS = "versions"
+"""Folder of the weights in the folder of the server."""
+FILE = "model.safetensors"
 VERSION = "version"
 """Kind of the folders with published weights."""
+
+
+class LostWeightsError(RolloutError):
+    """The process that had the weights in memory has ended, and they are not in a file."""
 
 
 class Versions:
@@ -36,7 +47,8 @@ class Versions:
         self.folder, self.max_in_memory, self.group, self.writes = folder, max_in_memory, group, writes
         self._memories: dict[str, SnapshotMemory] = {}
         """Memories of the versions in memory that this rank has written."""
-        self._in_memory: OrderedDict[str, Snapshot] = OrderedDict()
+        self._in_memory: OrderedDict[str, dict[str, Snapshot]] = OrderedDict()
+        """Snapshots of the versions in memory, by machine."""
         self._count = 0
         """Number of versions that have been added to memory."""
         self._in_files = set(on_rank_zero(group, self._find_files))
@@ -53,8 +65,8 @@ class Versions:
         """Copy weights to memory. All ranks pass the same ones, which they may gather together."""
         self._release(name)
         self._count += 1
-        snapshots, machine = on_every_rank(self.group, lambda: self._copy(name, weights)), machine_id()
-        self._in_memory[name] = next(found for found in snapshots if found is not None and found.machine == machine)
+        snapshots = on_every_rank(self.group, lambda: self._copy(name, weights))
+        self._in_memory[name] = {found.machine: found for found in snapshots if found is not None}
         while len(self._in_memory) > self.max_in_memory:
             oldest = next(iter(self._in_memory))
             self.write(oldest)
@@ -75,13 +87,17 @@ class Versions:
                 pass
             raise
 
+    def snapshots(self, name: str) -> list[Snapshot]:
+        """Return the snapshots of a version, one for each machine with ranks. There are none if it is in a file."""
+        return list(self._in_memory.get(name, {}).values())
+
     def load(self, name: str, rollout: BaseRollout) -> None:
         """Load weights into a rollout, and verify them."""
         if name in self._in_memory:
             self._in_memory.move_to_end(name)
-            receive(self._in_memory[name], rollout)
+            receive(self._in_memory[name][machine_id()], rollout)
         elif name in self._in_files:
-            load_verified(iter(load_file(self._path(name) / "model.safetensors").items()), rollout, "cpu")
+            _load_file(self.folder / name, rollout)
         else:
             raise RolloutError(f"the weights {name} have been released")
 
@@ -93,7 +109,7 @@ class Versions:
 
     def _write(self, name: str) -> None:
         with storage.new_folder(self._path(name), kind=VERSION) as folder:
-            save_file(dict(self._in_memory[name].weights(torch.device("cpu"))), folder / "model.safetensors")
+            save_file(dict(self._in_memory[name][machine_id()].weights(torch.device("cpu"))), folder / FILE)
 
     def remove(self, name: str) -> None:
         self._release(name)
@@ -115,6 +131,40 @@ class Versions:
 
     def _path(self, name: str) -> Path:
         return self.folder / name
+
+
+class ReceivedVersions:
+    """Weights that the ranks of another pool have published. Each rank has one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._snapshots: dict[str, Snapshot | None] = {}
+        """Snapshot of each version in the memory of this machine. None: it is in a file."""
+
+    def add(self, name: str, snapshots: Sequence[Snapshot]) -> None:
+        """Make weights known, with the snapshots of all machines."""
+        self._snapshots[name] = next((found for found in snapshots if found.machine == machine_id()), None)
+
+    def load(self, name: str, rollout: BaseRollout) -> None:
+        """Load weights into a rollout, and verify them. Raise `LostWeightsError` if they are gone."""
+        snapshot = self._snapshots.get(name)
+        if snapshot is not None:
+            try:
+                receive(snapshot, rollout)
+                return
+            except RolloutError:
+                if snapshot.is_readable():  # the memory has not been freed, so this is another error
+                    raise
+        if not _is_version(self.folder / name):  # to which weights are written before their memory is freed
+            raise LostWeightsError(f"the process that has published the weights {name} has ended")
+        _load_file(self.folder / name, rollout)
+
+    def remove(self, name: str) -> None:
+        self._snapshots.pop(name, None)
+
+
+def _load_file(folder: Path, rollout: BaseRollout) -> None:
+    load_verified(iter(load_file(folder / FILE).items()), rollout, "cpu")
 
 
 def _is_version(folder: Path) -> bool:

@@ -33,6 +33,7 @@ from camshaft.rollout.stream import Answer, Stream, WaveRow, generate_wave, open
 from camshaft.rollout.weights.buckets import Assembler as Assembler
 from camshaft.rollout.weights.buckets import Bucket as Bucket
 from camshaft.rollout.weights.buckets import pack_buckets as pack_buckets
+from camshaft.rollout.weights.checks import ExpectedWeights as ExpectedWeights
 from camshaft.rollout.weights.transport import HostMemory as HostMemory
 from camshaft.rollout.weights.transport import open_memory as open_memory
 

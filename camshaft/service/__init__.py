@@ -9,7 +9,8 @@
 
 A request is a command of a model, or a request for samples. Its handler checks it, puts it in a queue, and answers
 with the id of a future. One thread executes the queue on the role (`roles/served.py`), which runs in a process of its
-own; nothing in this package touches an engine or a rollout.
+own; nothing in this package touches an engine or a rollout. Samples may have a queue, a thread and processes of their
+own (`roles/sampled.py`).
 
     app.py           routes: HTTP requests, keys, replies
     codec.py         datums to rows of an engine, and log-probs and samples to messages
@@ -24,6 +25,6 @@ own; nothing in this package touches an engine or a rollout.
     runs.py          lists of training runs and saved weights, and their removal
     sessions.py      sessions of clients, which own models and samplers
     errors.py        errors of requests and of commands
-    process.py       the process of the role, and its restart
+    process.py       the processes of the roles, and their restart
     service.py       what the routes call; it joins the parts above
 """

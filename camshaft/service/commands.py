@@ -11,6 +11,8 @@ A turn may have several training commands if all of them together have no more t
 session waits for: a client with short commands then gets as many tokens as one with long commands. Jobs with the same
 `batch` key, which requests for samples have, are executed together, the oldest ones first.
 
+If samples have a pool of their own, they have a queue of their own, whose thread runs beside the one that trains.
+
 A command is in the log of the server (store.py) before its request is answered, and so is its result before a client
 gets it. A server that is started again therefore continues where the log ends.
 """
@@ -30,7 +32,7 @@ from camshaft.errors import WorkerError
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.store import Entry, Store, abandon_entry, add_entry, session_of, set_result
-from camshaft.service.times import SessionTimes
+from camshaft.service.times import SAMPLE, TRAIN, Kind, SessionTimes
 
 GATHER_SECONDS = 0.005
 """Time that a batch waits for further requests after the last one."""
@@ -72,12 +74,21 @@ class Command:
     """Called instead of the job if a command before it never arrived, with the reason. Return its result."""
 
 
+class Postponed(Exception):
+    """A batch needs something that another queue prepares. It is queued again afterwards."""
+
+    def __init__(self, queue: "JobQueue", prepare: Callable[[], object]):
+        super().__init__()
+        self.queue, self.prepare = queue, prepare
+
+
 class JobQueue:
     """Jobs of all sessions, which take turns. The jobs of a session are in the order in which they became ready."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.times = SessionTimes()
+    def __init__(self, store: Store, times: SessionTimes | None = None, kind: Kind | None = None) -> None:
+        """`kind` is that of all jobs, if this queue has only one."""
+        self.store, self.kind = store, kind
+        self.times = times or SessionTimes()
         self._jobs: dict[str, deque[Job]] = {}
         """Jobs by session. The first session has the next turn."""
         self._turn, self._num_tokens = "", 0
@@ -112,14 +123,40 @@ class JobQueue:
             num_rows, shares = sum(job.num_rows for job in jobs), Counter[str]()
             for job in jobs:
                 shares[job.future.session] += job.num_rows
-            with self.times.working(
-                {session: rows / num_rows for session, rows in shares.items()},
-                "train" if jobs[0].batch is None else "sample",
-            ):
-                results = _execute(jobs)
-            for job, result in zip(jobs, results, strict=True):
-                self._deliver(job, result)
+            kind = self.kind or (TRAIN if jobs[0].batch is None else SAMPLE)
+            with self.times.working({session: rows / num_rows for session, rows in shares.items()}, kind):
+                outcome = _execute(jobs)
+            if isinstance(outcome, Postponed):
+                outcome.queue.put(self._preparation(jobs, outcome))
+            else:
+                self._deliver_all(jobs, outcome)
+            for job in jobs:
                 self.times.finished(job.future.session)
+
+    def _preparation(self, jobs: Sequence[Job], postponed: Postponed) -> Job:
+        """Return the job for the other queue. If it fails, so do these jobs."""
+
+        def execute(_: Any) -> list[Result]:
+            try:
+                postponed.prepare()
+            except WorkerError:
+                raise
+            except Exception as error:
+                self._deliver_all(jobs, [failure_of(error)] * len(jobs))
+            else:
+                for job in jobs:
+                    self.put(job)
+            return [Result.of_json({})]
+
+        def give_up(reason: str) -> Result:
+            self._deliver_all(jobs, [Result.of_error("server", reason)] * len(jobs))
+            return Result.of_json({})
+
+        return Job(Future(jobs[0].future.session), execute, give_up=give_up)
+
+    def _deliver_all(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
+        for job, result in zip(jobs, results, strict=True):
+            self._deliver(job, result)
 
     def _deliver(self, job: Job, result: Result) -> None:
         """Resolve the future of a job when its result is in the log."""
@@ -173,12 +210,14 @@ class JobQueue:
                 return
 
 
-def _execute(jobs: Sequence[Job]) -> Sequence[Result]:
-    """Return a result for each job. An error is the result of all of them."""
+def _execute(jobs: Sequence[Job]) -> Sequence[Result] | Postponed:
+    """Return a result for each job, or what has to be done before. An error is the result of all jobs."""
     reason = ""
     for _ in range(MAX_ATTEMPTS):
         try:
             return jobs[0].execute(jobs)
+        except Postponed as postponed:
+            return postponed
         except WorkerError as error:
             logger.error("%s", error)
             reason = f"{error}".partition("\n")[0]

@@ -19,3 +19,7 @@ class Refused(CamshaftError):
 
 class CommandError(CamshaftError):
     """A command that has failed because of its arguments, or of the state of its model: the result of a future."""
+
+
+class WeightsLost(CommandError):
+    """Published weights are gone together with the process that had them. They can be published again."""

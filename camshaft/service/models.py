@@ -236,6 +236,7 @@ class Model:
     def _build(self) -> None:
         record = self.facts.record
         arguments = self.identifier, self.facts.folder, lora_of(record), record.seed
+        self.parts.versions.roles.set_dtypes(self.facts.folder)
         self._seats = self.role.call_ranks("create", *arguments)
 
     def _states(self) -> Path:

@@ -1,13 +1,14 @@
-"""The worker processes of the role, which are started again if one of them dies.
+"""The worker processes of a role, which are started again if one of them dies.
 
-    with RoleProcess(config) as role:
+    with RoleProcess(config) as role, RoleProcess(config, SamplingWorker) as sampler:
         seats = role.call_ranks("create", "s:train:0", "models/tiny", None, 0)
         role.call("publish", "s:train:0", "v1")
 
-Calls come from one thread. A `Refusal` of the role is raised as `CommandError`. After a crash, `generation` is another
-number: the models of earlier generations are lost, and the versions that are not in files.
+Calls of several threads run one after the other. A `Refusal` of the role is raised as `CommandError`. After a crash,
+`generation` is another number: the models of earlier generations are lost, and the versions that are not in files.
 """
 
+import threading
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,8 +18,13 @@ from camshaft.config.serve import ServeConfig
 from camshaft.controller import Options, Pool, PoolSpec, spawn, start_pools
 from camshaft.controller.local import process_pool
 from camshaft.errors import ConfigError, WorkerError
-from camshaft.roles.served import Refusal, ServedWorker
-from camshaft.service.errors import CommandError
+from camshaft.reshard import Snapshot
+from camshaft.roles.sampled import Refusal, Sampler, SamplingWorker
+from camshaft.roles.served import ServedWorker
+from camshaft.service.errors import CommandError, WeightsLost
+
+WORKER, SAMPLER = "worker", "sampler"
+"""Names of the pools, which also begin the names of their processes."""
 
 
 class PerRank(list[Any]):
@@ -26,11 +32,16 @@ class PerRank(list[Any]):
 
 
 class RoleProcess:
-    """A `ServedWorker` on each rank of a pool of processes."""
+    """A worker on each rank of a pool of processes: one that trains, or one that only samples."""
 
-    def __init__(self, config: ServeConfig, worker: type[ServedWorker] = ServedWorker):
+    def __init__(self, config: ServeConfig, worker: type[Sampler] = ServedWorker):
         self.config, self.worker = config, worker
+        name, ranks, self._other_ranks = WORKER, config.ranks, config.sampling_ranks
+        if issubclass(worker, SamplingWorker):
+            name, ranks, self._other_ranks = SAMPLER, config.sampling_ranks, config.ranks
+        self.spec = PoolSpec(name, config.nnodes, ranks, device=config.device, roles=("served",))
         self.generation = 0
+        self._lock = threading.RLock()
         self._pool: Pool | None = None
         self._role: Any = None
 
@@ -45,33 +56,33 @@ class RoleProcess:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the role on all ranks. Start the processes first if one has died in an earlier call."""
-        if self._pool is None:
-            self._start()
-        try:
-            result = getattr(self._role, method)(*arguments)
-        except WorkerError:
-            self._stop()
-            self.generation += 1
-            raise
+        with self._lock:
+            if self._pool is None:
+                self._start()
+            try:
+                result = getattr(self._role, method)(*arguments)
+            except WorkerError:
+                self._stop()
+                self.generation += 1
+                raise
         refusals = [found for found in (result if isinstance(result, list) else [result]) if isinstance(found, Refusal)]
-        if refusals:
-            raise CommandError(refusals[0].message)
+        for refusal in refusals:
+            raise (WeightsLost if refusal.has_lost_weights else CommandError)(refusal.message)
         return result
 
     def call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method that returns a result of each rank. Of a `PerRank` argument, each rank gets its entry."""
-        size = self.config.world_size
+        size = self.spec.world_size
         return self.call(method, *(a if isinstance(a, PerRank) else [a] * size for a in arguments))
 
     def _start(self) -> None:
-        config = self.config
-        spec = PoolSpec("worker", config.nnodes, config.ranks, device=config.device, roles=("served",))
         options = Options(preload=(self.worker.__module__,), import_main=False)
-        if config.backend() == "local":
-            _check_devices(config)
-            self._pool = process_pool(spec, options)
+        if self.config.backend() == "local":
+            _check_devices(self.config)
+            first_device = self._other_ranks if self.spec.name == SAMPLER else 0
+            self._pool = process_pool(self.spec, options, first_device, self._other_ranks)
         else:
-            (self._pool,) = start_pools([spec], config.backend(), options)
+            (self._pool,) = start_pools([self.spec], self.config.backend(), options)
         self._role = spawn(self.worker, self.config, pool=self._pool, name="served")
 
     def _stop(self) -> None:
@@ -80,13 +91,54 @@ class RoleProcess:
         self._pool = self._role = None
 
 
+class Roles:
+    """The processes that train and publish weights, and those that sample, which may be the same ones."""
+
+    def __init__(self, role: RoleProcess, sampler: RoleProcess | None = None):
+        self.role, self.sampler = role, sampler or role
+        self._dtypes: dict[str, Any] = {}
+        """Dtypes in which the processes that only sample receive the weights of base models."""
+        self._informed: set[tuple[str, int]] = set()
+        """Base models whose dtypes a generation of the processes that train knows."""
+        self._machines: tuple[int, set[str]] | None = None
+        """Machines of the processes that only sample, and their generation."""
+
+    @property
+    def are_separate(self) -> bool:
+        return self.sampler is not self.role
+
+    def set_dtypes(self, base: str) -> None:
+        """Let the processes that train know the dtypes in which weights of a base model are published."""
+        if not self.are_separate or (base, self.role.generation) in self._informed:
+            return
+        if base not in self._dtypes:
+            self._dtypes[base] = self.sampler.call("weight_dtypes", base)
+        self.role.call("set_dtypes", base, self._dtypes[base])
+        self._informed.add((base, self.role.generation))
+
+    def snapshots(self, version: str) -> list[Snapshot]:
+        """Return the memory from which processes that only sample read published weights.
+
+        If a machine of theirs has no process that trains, the weights are also written to a file.
+        """
+        if not self.are_separate:
+            return []
+        if self._machines is None or self._machines[0] != self.sampler.generation:
+            self._machines = self.sampler.generation, set(self.sampler.call("machine"))
+        found: list[Snapshot] = self.role.call("snapshots", version)
+        if not self._machines[1] <= {snapshot.machine for snapshot in found}:
+            self.role.call("keep_versions", [version])
+        return found
+
+
 def _check_devices(config: ServeConfig) -> None:
     """Raise ConfigError if the ranks need more accelerators than this machine has."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = config.device or ("cpu" if accelerator is None else accelerator.type)
     count = 0 if accelerator is None or accelerator.type != kind else torch.accelerator.device_count()
-    if kind != "cpu" and count < config.ranks:
+    if kind != "cpu" and count < config.ranks + config.sampling_ranks:
+        own = f" and sampling_ranks={config.sampling_ranks}" if config.sampling_ranks else ""
         raise ConfigError(
-            f"ranks={config.ranks} and device={kind}: each rank needs a {kind} device, and this machine has {count}. "
-            "Set a smaller number of ranks, or device=cpu"
+            f"ranks={config.ranks}{own} with device={kind}: each rank needs a {kind} device, and this machine has "
+            f"{count}. Set smaller numbers of ranks, or device=cpu"
         )

@@ -8,8 +8,10 @@ A version never changes, so a sampler keeps its weights while its model is train
 the same options are one batch, from all samplers. The random numbers of a sample depend only on its seed; the rest of
 its batch changes log-probs by rounding errors.
 
-The worker process has the weights of a version in memory or in a file. If it has lost them, they are read from the
-model folder or from a checkpoint, or the model that has published them is restored.
+The processes that train have the weights of a version in memory or in a file. If they have lost them, they are read
+from the model folder or from a checkpoint, or the model that has published them is restored. If samples have a pool of
+their own, its processes read the same memory and files. A batch whose weights are missing is postponed until the
+processes that train have published them, and other batches run meanwhile.
 """
 
 import hashlib
@@ -27,11 +29,11 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RolloutError
 from camshaft.rollout import SamplingParams
 from camshaft.service import codec
-from camshaft.service.checkpoints import Checkpoints, Saved, SavedPath, lora_of
-from camshaft.service.commands import MAX_ROWS, Job, Repetitions
-from camshaft.service.errors import CommandError
+from camshaft.service.checkpoints import Saved, SavedPath, lora_of
+from camshaft.service.commands import MAX_ROWS, Job, JobQueue, Postponed, Repetitions
+from camshaft.service.errors import CommandError, WeightsLost
 from camshaft.service.futures import Future, Result
-from camshaft.service.process import PerRank, RoleProcess
+from camshaft.service.process import PerRank, Roles
 from camshaft.service.scoring import Wanted, Widths, read_wanted
 from camshaft.wire.schemas import Sample, SampleSettings
 
@@ -71,23 +73,27 @@ class Source:
 class Version:
     """Weights that samplers use, in the role."""
 
-    def __init__(self, role: RoleProcess, source: Source, rebuild: Callable[[str], None]):
-        """`rebuild` restores a model, which publishes its weights again."""
-        self.role, self.source, self.rebuild = role, source, rebuild
+    def __init__(self, roles: Roles, queue: JobQueue, source: Source, rebuild: Callable[[str], None]):
+        """`queue` is that of the processes that train. `rebuild` restores a model, which then publishes again."""
+        self.roles, self.role, self.queue, self.source, self.rebuild = roles, roles.role, queue, source, rebuild
         self.identifier, self.folder = source.identifier, source.base_folder
         self.publisher = source.model_id
         """Model that has published the weights."""
         self._generation: int | None = None
-        """Generation of the worker process that has the weights."""
+        """Generation of the worker processes that have the weights."""
+        self._snapshots: Sequence[Any] = ()
+        """Memory that contains the weights, for processes that only sample."""
+        self._known_to: tuple[int, int] | None = None
+        """Generations of the processes that have published the weights, and of those that sample and know them."""
+        self._lost_in: int | None = None
+        """Generation of the processes that had the weights when those that sample did not find them."""
 
-    def was_published(self) -> None:
-        self._generation = self.role.generation
-
-    def prepare(self) -> None:
-        """Publish the weights in the role, unless they are."""
+    def publish(self) -> None:
+        """Publish the weights, unless they are. The thread that trains calls this."""
         if self._generation == self.role.generation:
             return
         source = self.source
+        self.roles.set_dtypes(self.folder)
         if not self.role.call("has_version", self.identifier):
             if source.model_id is not None:
                 self.rebuild(source.model_id)
@@ -97,17 +103,46 @@ class Version:
                 self.role.call("publish_base", self.folder, self.identifier)
         self.was_published()
 
+    def was_published(self) -> None:
+        self._snapshots = self.roles.snapshots(self.identifier)
+        self._generation = self.role.generation
+
+    def call_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the ranks that sample, which uses the weights."""
+        if not self.roles.are_separate:
+            self.publish()
+            return self.role.call_ranks(method, self.folder, self.identifier, *arguments)
+        generation, sampler = self._generation, self.roles.sampler
+        if generation is None:
+            raise Postponed(self.queue, self.publish)
+        if self._known_to != (generation, sampler.generation):
+            sampler.call("set_version", self.identifier, self._snapshots)
+            self._known_to = generation, sampler.generation
+        try:
+            return sampler.call_ranks(method, self.folder, self.identifier, *arguments)
+        except WeightsLost as error:
+            if generation == self._lost_in:  # they have been published again, and still cannot be read
+                raise
+            self._lost_in, self._generation = generation, None
+            raise Postponed(self.queue, self.publish) from error
+
     def forget(self) -> None:
-        """Free the weights."""
+        """Free the weights. The thread that trains calls this, after `end_sampling`."""
         self.role.call("forget_version", self.identifier)
         self._generation = None
+
+    def end_sampling(self) -> None:
+        """Let the processes that only sample forget the weights. The thread that samples calls this."""
+        if self._known_to is not None:
+            self.roles.sampler.call("remove_version", self.identifier)
+            self._known_to = None
 
 
 class Versions:
     """The versions of a server. Methods are called from several threads."""
 
-    def __init__(self, role: RoleProcess, checkpoints: Checkpoints, rebuild: Callable[[str], None]):
-        self.role, self.checkpoints, self.rebuild = role, checkpoints, rebuild
+    def __init__(self, roles: Roles, queue: JobQueue, rebuild: Callable[[str], None]):
+        self.roles, self.queue, self.rebuild = roles, queue, rebuild
         self._versions: dict[str, Version] = {}
         self._lock = threading.Lock()
 
@@ -129,7 +164,7 @@ class Versions:
         """Return the weights of a source."""
         with self._lock:
             if source.identifier not in self._versions:
-                self._versions[source.identifier] = Version(self.role, source, self.rebuild)
+                self._versions[source.identifier] = Version(self.roles, self.queue, source, self.rebuild)
             return self._versions[source.identifier]
 
     def find(self, model_id: str, number: int) -> Version | None:
@@ -226,14 +261,13 @@ class Sampler:
 
     def _execute(self, jobs: Sequence[Job], sampling: SamplingParams, widths: Widths) -> list[Result]:
         """Sample all rows of a batch, and return the answer to each request."""
-        self.version.prepare()
         requests: list[SampleRequest] = [job.argument for job in jobs]
         scores = self._score_prompts(requests, widths) if widths.scores_prompts else None
         prompts = Ragged.from_rows([torch.tensor(r.tokens) for r in requests for _ in r.seeds])
         seeds = torch.tensor([seed for request in requests for seed in request.seeds])
         slices = self._slices(len(seeds))
         parts = PerRank(map(prompts.select, slices)), sampling, PerRank(map(seeds.__getitem__, slices))
-        out = self._call_ranks("sample", *parts)
+        out = DataProto.concat(self.version.call_ranks("sample", *parts))
         columns = (out.ragged("responses").rows(), out.ragged("rollout_log_probs").rows(), out["finished"].tolist())
         rows = zip(*columns, strict=True)
         answers = [codec.write_samples([next(rows) for _ in request.seeds]) for request in requests]
@@ -259,15 +293,11 @@ class Sampler:
     def _score(self, rows: Ragged, top_k: int, candidates: Ragged | None, sampling: SamplingParams | None) -> DataProto:
         slices = self._slices(len(rows))
         columns = None if candidates is None else PerRank(map(candidates.select, slices))
-        return self._call_ranks("score", PerRank(map(rows.select, slices)), top_k, columns, sampling)
+        parts = PerRank(map(rows.select, slices)), top_k, columns, sampling
+        return DataProto.concat(self.version.call_ranks("score", *parts))
 
     def _slices(self, num_rows: int) -> list[slice]:
         """Return the rows of each rank."""
-        ranks = self.version.role.config.world_size
+        ranks = self.version.roles.sampler.spec.world_size
         bounds = [num_rows * rank // ranks for rank in range(ranks + 1)]
         return [slice(first, end) for first, end in itertools.pairwise(bounds)]
-
-    def _call_ranks(self, method: str, *arguments: Any) -> DataProto:
-        """Call a method of the role that uses the weights of this sampler, and return the rows of all ranks."""
-        version = self.version
-        return DataProto.concat(version.role.call_ranks(method, version.folder, version.identifier, *arguments))

@@ -13,6 +13,7 @@ A new service continues with the sessions, models, samplers, commands and result
 keeps them.
 """
 
+import contextlib
 import json
 import logging
 import shutil
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.config.serve import ServeConfig
+from camshaft.errors import WorkerError
 from camshaft.plugins import TESTED_SDK
 from camshaft.service import codec
 from camshaft.service.checkpoints import Checkpoints, Record
@@ -31,7 +33,7 @@ from camshaft.service.commands import Job, JobQueue, digest_of, restore_future, 
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.models import Creation, Model, ModelFacts, Parts
-from camshaft.service.process import RoleProcess
+from camshaft.service.process import RoleProcess, Roles
 from camshaft.service.runs import Runs
 from camshaft.service.sampling import Sampler, Source, Version, Versions
 from camshaft.service.sessions import Session, Sessions, check_owner, check_sdk
@@ -46,6 +48,7 @@ from camshaft.service.store import (
     remove_session,
     session_of,
 )
+from camshaft.service.times import SAMPLE, SessionTimes
 from camshaft.wire import schemas
 
 SWEEP_SECONDS = 0.5
@@ -64,14 +67,18 @@ logger = logging.getLogger(__name__)
 class Service:
     """Sessions, models, samplers and results of a server."""
 
-    def __init__(self, config: ServeConfig, role: RoleProcess):
+    def __init__(self, config: ServeConfig, role: RoleProcess, sampler: RoleProcess | None = None):
+        """Without a `sampler`, the role also samples."""
         self.config, self.role = config, role
         self.bases = config.base_models()
         self.limits = {name: self._limits_of(folder) for name, folder in self.bases.items()}
         folder = Path(config.folder).absolute()
         self.store, self.checkpoints = Store(folder / LOG), Checkpoints(folder)
-        self.queue, self.futures, self.sessions = JobQueue(self.store), Futures(), Sessions()
-        self.versions = Versions(role, self.checkpoints, self._rebuild)
+        self.futures, self.sessions, times = Futures(), Sessions(), SessionTimes()
+        self.queue = self.sampling_queue = JobQueue(self.store, times)
+        if sampler is not None:
+            self.sampling_queue = JobQueue(self.store, times, SAMPLE)
+        self.versions = Versions(Roles(role, sampler), self.queue, self._rebuild)
         self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
         self.runs = Runs(self.checkpoints, self.sessions)
         self._is_closed = threading.Event()
@@ -79,13 +86,16 @@ class Service:
         self._restore()
 
     def start(self) -> None:
-        self.queue.start()
+        for queue in {self.queue, self.sampling_queue}:
+            queue.start()
         self._sweeper.start()
 
     def close(self) -> None:
         """Save the models of all sessions, and wait until this is done. The sessions remain in the log."""
         self._is_closed.set()
         self._sweeper.join()
+        if self.sampling_queue is not self.queue:
+            self.sampling_queue.close()
         models = [model for session in self.sessions for model in session.models.values()]
         self.queue.close([model.suspend(Future("")) for model in models])
         self.store.close()
@@ -125,7 +135,8 @@ class Service:
         future = restore_future(self.futures, entry)
         sampler.repetitions.add(entry.number, entry.digest, future)
         if entry.result is None:
-            self.queue.put(sampler.job(future, schemas.read(schemas.Sample, json.loads(entry.content or b""))[0]))
+            request, _ = schemas.read(schemas.Sample, json.loads(entry.content or b""))
+            self.sampling_queue.put(sampler.job(future, request))
 
     def _restore_model(self, session: Session, number: int, entry: Entry) -> None:
         creation = Creation.read(entry.content or b"")
@@ -193,20 +204,35 @@ class Service:
         with session.lock:
             for model in session.models.values():
                 self.queue.put(model.end(Future(session.identifier)))
-        self.queue.put(Job(end, lambda _: [self._forget(session)]))
+        self.sampling_queue.put(Job(Future(session.identifier), lambda _: [self._end_sampling(session, end)]))
         self.futures.forget(lambda future: future.session == session.identifier)
         logger.info("session %s has ended", session.identifier)
         return end
 
+    def _end_sampling(self, session: Session, end: Future) -> Result:
+        """Forget the session after its last sample, and after the commands of its models."""
+        try:
+            with contextlib.suppress(WorkerError):  # new processes know no weights
+                for version in self._unused_versions(session):
+                    version.end_sampling()
+        finally:
+            self.queue.put(Job(end, lambda _: [self._forget(session)]))
+        return Result.of_json({})
+
     def _forget(self, session: Session) -> Result:
         """Free the weights that no sampler uses any more, and forget the session in the log."""
+        for model in session.models.values():
+            model.remove_states()
+        for version in self._unused_versions(session):
+            self.versions.forget(version)
+        return Result(b"{}", writes=remove_session(session.identifier))
+
+    def _unused_versions(self, session: Session) -> set[Version]:
+        """Return the versions that a closed session has used, and no other one uses."""
         versions = {sampler.version for sampler in session.samplers.values()}
         for model in session.models.values():
             versions.update(self.versions.published_by(model.identifier))
-            model.remove_states()
-        for version in versions - self._used_versions():
-            self.versions.forget(version)
-        return Result(b"{}", writes=remove_session(session.identifier))
+        return versions - self._used_versions()
 
     def _used_versions(self) -> set[Version]:
         return {sampler.version for session in self.sessions for sampler in list(session.samplers.values())}
@@ -422,7 +448,7 @@ class Service:
                 entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
                 self.store.write(add_entry(entry))
                 sampler.repetitions.add(body.seq_id, digest, future)
-                self.queue.put(sampler.job(future, body))
+                self.sampling_queue.put(sampler.job(future, body))
         self.store.flush()
         samples = [f"{future.identifier}-{row}" for row in range(max(body.num_samples, 0))]
         return {"request_id": future.identifier, "sample_sequence_ids": samples}

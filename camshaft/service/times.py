@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["train", "sample"]
+TRAIN: Kind = "train"
+SAMPLE: Kind = "sample"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Times:
 
     @property
     def queue(self) -> float:
-        """Jobs of the session waited, mostly for those of other clients."""
+        """Jobs of the session waited, mostly for those of other clients, and none of them ran."""
         return max(0.0, self.present - self.train - self.sample)
 
     @property
@@ -53,12 +55,12 @@ class _Session:
 
 
 class SessionTimes:
-    """Times of all sessions. Jobs are added by several threads, and run in one."""
+    """Times of all sessions. Jobs are added by several threads. At most one of each kind runs at a time."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
-        self._running: tuple[Mapping[str, float], Kind, float] | None = None
-        """Shares of the sessions in the job that runs, its kind and its start."""
+        self._running: dict[Kind, tuple[Mapping[str, float], float]] = {}
+        """Shares of the sessions in the job of each kind that runs, and its start."""
         self._lock = threading.Lock()
 
     def added(self, session: str) -> None:
@@ -79,30 +81,30 @@ class SessionTimes:
     def working(self, shares: Mapping[str, float], kind: Kind) -> Iterator[None]:
         """Count the time of the block for sessions, each with its share."""
         with self._lock:
-            self._running = shares, kind, time.monotonic()
+            self._running[kind] = shares, time.monotonic()
         try:
             yield
         finally:
             with self._lock:
                 for session, entry in self._sessions.items():
                     seconds = self._seconds_of(session, kind)
-                    if kind == "train":
+                    if kind == TRAIN:
                         entry.train += seconds
                     else:
                         entry.sample += seconds
-                self._running = None
+                del self._running[kind]
 
     def now(self, session: str) -> Times:
         """Return the times of a session until now, including the job that runs."""
         with self._lock:
             now, entry = time.monotonic(), self._sessions.get(session, _Session())
             present = entry.present + (now - entry.since if entry.num_jobs else 0.0)
-            train, sample = (self._seconds_of(session, kind) for kind in ("train", "sample"))
+            train, sample = (self._seconds_of(session, kind) for kind in (TRAIN, SAMPLE))
             return Times(now, present, entry.train + train, entry.sample + sample)
 
     def _seconds_of(self, session: str, kind: Kind) -> float:
         """Return the share of a session in the job that runs, if it is of a kind."""
-        if self._running is None or self._running[1] != kind:
+        if kind not in self._running:
             return 0.0
-        shares, _, start = self._running
+        shares, start = self._running[kind]
         return shares.get(session, 0.0) * (time.monotonic() - start)

@@ -42,7 +42,10 @@ def kill_rank(server: RunningServer) -> None:
 def test_results_on_ray_are_those_of_local_ranks_also_after_a_kill(tmp_path: Path) -> None:
     with running_server(tmp_path / "local", ranks=2) as server:
         expected = results(server, is_killed=False)
-    with ray_here(num_cpus=4), running_server(tmp_path / "ray", ranks=2, controller="ray") as server:
-        assert results(server, is_killed=False) == expected
-        assert results(server, is_killed=True) == expected
-        assert server.role.generation == 1
+    with ray_here(num_cpus=4):
+        for number in (0, 1):
+            options = {"ranks": 2, "sampling_ranks": number, "controller": "ray"}
+            with running_server(tmp_path / f"ray{number}", **options) as server:
+                assert results(server, is_killed=False) == expected
+                assert results(server, is_killed=True) == expected
+                assert server.role.generation == 1

@@ -28,6 +28,7 @@ from camshaft.contracts.tinker.client import (
 from camshaft.controller import Options, PoolSpec, spawn
 from camshaft.controller.local import start
 from camshaft.http import LocalServer, ServerLimits
+from camshaft.roles.sampled import SamplingWorker
 from camshaft.roles.served import ServedWorker
 from camshaft.service.app import App
 from camshaft.service.keys import Keys
@@ -62,6 +63,8 @@ class RunningServer:
     config: ServeConfig
     service: Service
     role: RoleProcess
+    sampler: RoleProcess | None
+    """Processes that only sample, with `sampling_ranks`."""
     port: int
     key: str
     clients: list[Client] = field(default_factory=list)
@@ -114,13 +117,15 @@ def running_server(
     storage.make_folder(served)
     own = Keys.load(served, keys)
     assert own.own_key is not None
-    with RoleProcess(config) if worker is None else InProcessRole(config, worker) as role:
-        service = Service(config, role)
+    with contextlib.ExitStack() as stack:
+        role = stack.enter_context(RoleProcess(config) if worker is None else InProcessRole(config, worker))
+        sampler = stack.enter_context(RoleProcess(config, SamplingWorker)) if config.sampling_ranks else None
+        service = Service(config, role, sampler)
         limits = ServerLimits(64, config.max_megabytes * 2**20)
         with LocalServer(app(service, own), limits, config.port) as server:
             service.start()
             server.start()
             try:
-                yield RunningServer(config, service, role, server.server_port, own.own_key)
+                yield RunningServer(config, service, role, sampler, server.server_port, own.own_key)
             finally:
                 service.close()

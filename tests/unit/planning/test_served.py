@@ -100,6 +100,18 @@ def test_models_versions_and_the_largest_base_count(models: dict[str, str]) -> N
     assert peak(more, "train") - peak(one, "train") == 2 * weights
 
 
+def test_ranks_that_only_sample_have_the_rollouts_alone(models: dict[str, str]) -> None:
+    """Both phases together have one byte for each of the shared ranks, but the machine is divided by more ranks."""
+    model = f"model={models['small']}"
+    shared, separate = (plan_service(read(model, f"sampling_ranks={n}"), 2**30, 8, SAMPLES) for n in (0, 1))
+    weights = model_size(read(model).rollout_config(models["small"], "cpu")).weights
+    assert separate.memory == shared.memory // 2 == 2**29
+    assert {row.phase: row.pool for row in separate.rows}["gen"] == "sampler"
+    assert peak(shared, "train") - peak(separate, "train") >= weights
+    trained = peak(shared, "gen") - peak(separate, "gen")  # two models and eight versions
+    assert trained > 2 * weights + 8 * weights
+
+
 def test_devices_hold_the_weights_of_rollouts(models: dict[str, str]) -> None:
     both = f"model=[{models['small']},{models['large']}]"
     one, two = (

@@ -141,7 +141,7 @@ def test_commands_for_runs_read_served_models(tmp_path: Path) -> None:
         assert view.status == 0
         assert [str(folder) in view.out for folder in folders] == [True, True]
         assert "running" in view.out
-        assert "3/" not in view.out  # a served model has no number of steps
+        assert "3/" not in view.out.replace(str(tmp_path), "")  # a served model has no number of steps
         compared = camshaft("compare", *map(str, folders))
         assert compared.status == 0
         assert "train/loss" in compared.out
