@@ -8,6 +8,7 @@ Calls of several threads run one after the other. A `Refusal` of the role is rai
 `generation` is another number: the models of earlier generations are lost, and the versions that are not in files.
 """
 
+import os
 import threading
 from types import TracebackType
 from typing import Any, Self
@@ -76,7 +77,9 @@ class RoleProcess:
         return self.call(method, *(a if isinstance(a, PerRank) else [a] * size for a in arguments))
 
     def _start(self) -> None:
-        options = Options(preload=(self.worker.__module__,), import_main=False)
+        ranks = self.spec.world_size + self.config.nnodes * self._other_ranks
+        ray_init = {"num_cpus": max(ranks, len(os.sched_getaffinity(0)))}  # of a cluster that is started for both pools
+        options = Options(preload=(self.worker.__module__,), import_main=False, ray_init=ray_init)
         if self.config.backend() == "local":
             _check_devices(self.config)
             first_device = self._other_ranks if self.spec.name == SAMPLER else 0
