@@ -1,8 +1,7 @@
 """A model call on new tokens behind the cached tokens of rows."""
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,10 @@ MAX_QUERIES = 256
 
 MAX_MASK = 2**22
 """Maximum number of pairs of new token and position whose attention is computed at once, except for a single row."""
+
+MAX_PADDING = 2**12
+"""Maximum number of these pairs that are padding, unless they are less than a quarter of the pairs. More of them take
+longer than one more call of the attention."""
 
 
 class ExtendStep:
@@ -41,7 +44,7 @@ class ExtendStep:
         self.attended: set[int] = set()
         """Indices of the layers that have attended."""
         self.blocks = [
-            _Block.of(rows, first, last, packing.starts, counts, positions).to(device)
+            _Block.of(torch.tensor(rows), first, last, packing.starts, counts, positions).to(device)
             for rows, first, last in _blocks(lengths, starts)
         ]
 
@@ -53,12 +56,11 @@ class ExtendStep:
         keys, values = self.cache.layer(module, key, value)
         keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
         values[self.slots, :, self.positions] = value[0].transpose(0, 1)
-        outputs = []
+        output = query.new_empty(query.shape[2], query.shape[1], values.shape[3])
         for block in self.blocks:
-            slots = slice(self.first_slot + block.rows.start, self.first_slot + block.rows.stop)
-            cached = keys[slots, :, : block.num_positions], values[slots, :, : block.num_positions]
-            outputs.append(block.attend(query, *cached, scores, sinks))
-        return torch.cat(outputs)[None]
+            rows = block.select(keys, self.first_slot), block.select(values, self.first_slot)
+            output.index_copy_(0, block.new_tokens, block.attend(query, *rows, scores, sinks))
+        return output[None]
 
     def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
         """Advance the states of the slots token by token; see `camshaft.models.attention.Slots`."""
@@ -79,40 +81,56 @@ class ExtendStep:
 
 @dataclass(frozen=True)
 class _Block:
-    """New tokens of adjacent rows whose attention is computed at once, padded to the same number Q of tokens."""
+    """New tokens of rows whose attention is computed at once, padded to the same number Q of tokens."""
 
-    rows: slice
+    rows: Tensor
+    """(R,)"""
     num_positions: int
     """Number of positions that the tokens attend to."""
     tokens: Tensor
     """(R, Q) offset of each token in the packed tokens. Padding repeats the last token of its row."""
     positions: Tensor
     """(R, Q) position of each token in its row."""
-    is_token: Tensor
-    """(R, Q) False for padding."""
+    places: Tensor
+    """Places in (R * Q) that are no padding."""
+    new_tokens: Tensor
+    """Offsets of the tokens in these places."""
+    span: slice | None
+    """The rows, if they are adjacent and in order."""
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     """Masks (R, 1, G * Q, L) by window and group size G, which layers share."""
 
     @staticmethod
-    def of(rows: slice, first: int, last: int, starts: Tensor, counts: Tensor, positions: Tensor) -> "_Block":
+    def of(rows: Tensor, first: int, last: int, starts: Tensor, counts: Tensor, positions: Tensor) -> "_Block":
         """Return the block of the new tokens `first` to `last` - 1 of some rows, as far as they have them."""
         offsets = torch.arange(first, last)
         tokens = starts[rows, None] + offsets.minimum(counts[rows, None] - 1)
-        return _Block(rows, int(positions[tokens].max()) + 1, tokens, positions[tokens], offsets < counts[rows, None])
+        places = (offsets < counts[rows, None]).flatten().nonzero()[:, 0]
+        span = slice(int(rows[0]), int(rows[0]) + len(rows)) if bool((rows.diff() == 1).all()) else None
+        longest = int(positions[tokens].max()) + 1
+        return _Block(rows, longest, tokens, positions[tokens], places, tokens.flatten()[places], span)
 
     def to(self, device: torch.device) -> "_Block":
-        tokens, positions, is_token = (t.to(device) for t in (self.tokens, self.positions, self.is_token))
-        return _Block(self.rows, self.num_positions, tokens, positions, is_token)
+        names = ("rows", "tokens", "positions", "places", "new_tokens")
+        return replace(self, **{name: vars(self)[name].to(device) for name in names}, masks={})
+
+    def select(self, cached: Tensor, first_slot: int) -> Tensor:
+        """Return the cached keys or values of the block, (R, Hkv, L, D)."""
+        rows = cached[first_slot:, :, : self.num_positions]
+        return rows.index_select(0, self.rows) if self.span is None else rows[self.span]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
         """Compute attention: query (1, H, N, D) of all tokens, keys and values (R, Hkv, L, D) -> (tokens, H, Dv)."""
         (num_rows, num_queries), num_heads, key_heads = self.tokens.shape, query.shape[1], keys.shape[1]
         group = num_heads // key_heads
+        queries = query[0].transpose(0, 1).index_select(0, self.tokens.flatten())
+        queries = queries.view(num_rows, num_queries, num_heads, -1).transpose(1, 2)
         # Query heads that share a key head form one longer query, so keys are not repeated.
-        queries = query[0, :, self.tokens].transpose(0, 1).reshape(num_rows, key_heads, group * num_queries, -1)
+        queries = queries.reshape(num_rows, key_heads, group * num_queries, -1)
         sinks = None if sinks is None else sinks.repeat_interleave(num_queries)
         output = masked_attention(queries, keys, values, self._mask(scores.window, group, query.dtype), scores, sinks)
-        return output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2)[self.is_token]
+        output = output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2)
+        return output.reshape(num_rows * num_queries, num_heads, -1).index_select(0, self.places)
 
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         if (window, group) not in self.masks:
@@ -121,18 +139,27 @@ class _Block:
         return self.masks[window, group]
 
 
-def _blocks(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
-    """Divide rows into blocks: the rows, and the first and the end of their new tokens. Tokens keep their order."""
-    row = 0
-    while row < len(lengths):
-        stop, queries, positions = row, 0, 0
-        for length, start in itertools.islice(zip(lengths, starts, strict=True), row, None):
-            queries, positions = max(queries, length), max(positions, start + length)
-            size = (stop + 1 - row) * queries * positions
-            if stop > row and (queries > MAX_QUERIES or size > MAX_MASK):
-                break
-            stop += 1
-        longest = max(lengths[row:stop])
-        for first in range(0, longest, MAX_QUERIES):  # only a single row has more tokens
-            yield slice(row, stop), first, min(first + MAX_QUERIES, longest)
-        row = stop
+def _blocks(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Divide rows into blocks: the rows, and the first and the end of their new tokens.
+
+    Rows with similar numbers of new tokens and positions are in the same block. Its rows are in order.
+    """
+    rows: list[int] = []
+    queries = positions = pairs = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], starts[row] + lengths[row])):
+        end = starts[row] + lengths[row]
+        queries, positions, pairs = max(queries, lengths[row]), max(positions, end), pairs + lengths[row] * end
+        size = (len(rows) + 1) * queries * positions
+        is_padded = size - pairs > max(MAX_PADDING, size // 4)
+        if rows and (queries > MAX_QUERIES or size > MAX_MASK or is_padded):
+            yield from _parts(rows, lengths)
+            rows, queries, positions, pairs = [], lengths[row], end, lengths[row] * end
+        rows.append(row)
+    yield from _parts(rows, lengths)
+
+
+def _parts(rows: list[int], lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Divide the new tokens of rows into blocks. Only a single row has more than one."""
+    longest = max(lengths[row] for row in rows)
+    for first in range(0, longest, MAX_QUERIES):
+        yield sorted(rows), first, min(first + MAX_QUERIES, longest)

@@ -105,7 +105,7 @@ def test_attention_over_slots_equals_attention_per_row(
         assert len(steps) == 1 + (9 + 70) // ATTENTION_MULTIPLE
 
 
-@pytest.mark.parametrize("limits", [(256, 2**22), (4, 2**22), (256, 60)])
+@pytest.mark.parametrize("limits", [(256, 2**22, 2**12), (4, 2**22, 2**12), (256, 60, 2**12), (256, 2**22, 0)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 3])
@@ -113,11 +113,11 @@ def test_new_tokens_attend_to_the_cached_ones_of_their_row(
     window: int | None,
     softcap: float | None,
     with_sinks: bool,
-    limits: tuple[int, int],
+    limits: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extend, "MAX_QUERIES", limits[0])
-    monkeypatch.setattr(extend, "MAX_MASK", limits[1])
+    for name, limit in zip(("MAX_QUERIES", "MAX_MASK", "MAX_PADDING"), limits, strict=True):
+        monkeypatch.setattr(extend, name, limit)
     random = torch.Generator().manual_seed(0)
     how, sinks = Scores(0.3, window, softcap), torch.randn(HEADS, generator=random) if with_sinks else None
     old, new, slots = [5, 1, 9, 2], [3, 1, 2, 10], cache()
@@ -130,6 +130,7 @@ def test_new_tokens_attend_to_the_cached_ones_of_their_row(
     query, key, value = draw(HEADS, sum(new)), draw(KEY_HEADS, sum(new)), draw(KEY_HEADS, sum(new))
     PrefillStep(slots, old, range(4), range(1, 5), CPU).attend(layer(0), draw(HEADS, sum(old)), *given, how, None)
     step = ExtendStep(slots, new, old, 1, CPU)
+    assert len(step.blocks) > 1 or limits == (256, 2**22, 2**12)
     result = step.attend(layer(0), query, key, value, how, sinks)[0]
     assert step.kwargs["position_ids"].tolist() == [[5, 6, 7, 1, 9, 10, *range(2, 12)]]
     rows = [tensor[0].transpose(0, 1).split(new) for tensor in (query, key, value)]
