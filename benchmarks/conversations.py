@@ -2,12 +2,14 @@
 
     python benchmarks/conversations.py --out benchmarks/results/conversations.md
 
-An environment without latency answers each turn. Three sides take turns within each round and use the same prompts and
+An environment without latency answers each turn. Four sides take turns within each round and use the same prompts and
 seeds:
 
 - kept: rows are kept between turns (`row_ids`)
 - recomputed: the same episodes without, so that each turn computes the whole history
 - single: one answer per row, with as many tokens as the row has sampled in its turns
+- without turns: the same, with what the environment has said in the prompts. It computes the tokens that an episode has
+  to compute, so its speed is about what turns that cost nothing would reach.
 
 The number of prompt tokens that the model computes is exact. Distinct context tokens are the tokens of all episodes
 that were not sampled; a prompt that several episodes share counts once. Speeds are sampled tokens per second; ratios
@@ -46,8 +48,8 @@ ANSWER = 24
 """Maximum number of tokens of an answer."""
 
 HEADER = """\
-| episodes x turns | computed, recomputed | computed, kept | single, tokens/s | speed, recomputed | speed, kept |
-|---|---|---|---|---|---|"""
+| episodes x turns | computed, recomputed | computed, kept | single, tokens/s | recomputed | kept | without turns |
+|---|---|---|---|---|---|---|"""
 
 
 class Guess:
@@ -109,13 +111,18 @@ def played(rollout: Counted, bridge: Bridge, turns: int, episodes: int, number: 
     result = play(rollout, Host({"": Guess}), questions(episodes, number), bridge, limits, SamplingParams(900))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     sampled = sum(sum(episode.mask) for episode in result)
-    told = sum(len(episode.tokens) for episode in result) - sampled
-    context = told + sum(map(len, {tuple(episode.prompt) for episode in result}))
+    context = sum(len(told(episode)) for episode in result)
+    context += sum(map(len, {tuple(episode.prompt) for episode in result}))
     return Turns(seconds, cpu, sampled, rollout.computed, context), result
 
 
-def single(rollout: Counted, episodes: list[Episode]) -> Turns:
-    rows = Ragged.from_rows([torch.tensor(episode.prompt) for episode in episodes])
+def told(episode: Episode) -> list[int]:
+    """Return the tokens that the environment has said."""
+    return [token for token, is_sampled in zip(episode.tokens, episode.mask, strict=True) if not is_sampled]
+
+
+def single(rollout: Counted, episodes: list[Episode], with_told: bool = False) -> Turns:
+    rows = Ragged.from_rows([episode.prompt + told(episode) * with_told for episode in episodes], torch.int64)
     rollout.limit_of = torch.tensor([sum(episode.mask) for episode in episodes])
     rollout.computed, start, cpu = 0.0, time.perf_counter(), time.process_time()
     out = rollout.generate_sequences(rows, SamplingParams(900, ignore_eos=True), torch.arange(len(rows)))
@@ -136,7 +143,8 @@ def measured(folder: Path, turns: int, episodes: int, rounds: int) -> list[dict[
             rollouts[name].load_weights(stored_weights(EngineModel(path=str(folder))))
             spent[name], result = played(rollouts[name], bridge, turns, episodes, number)
             if name == "kept":
-                spent["single"] = single(rollouts[name], result)
+                for side in ("single", "without turns")[:: 1 - 2 * shift]:
+                    spent[side] = single(rollouts[name], result, side == "without turns")
         assert spent["kept"].sampled == spent["recomputed"].sampled == spent["single"].sampled
         results.append(spent)
     return results[1:]
@@ -155,7 +163,7 @@ def line(turns: int, episodes: int, rounds: list[dict[str, Turns]]) -> str:
         cells.append(f"{sum(s[name].computed for s in rounds) / sum(s[name].context for s in rounds):.2f}")
     single_speed = statistics.median(spent["single"].sampled / spent["single"].seconds for spent in rounds)
     cells.append(f"{single_speed:,.0f}")
-    cells += [relative_speed(rounds, name) for name in ("recomputed", "kept")]
+    cells += [relative_speed(rounds, name) for name in ("recomputed", "kept", "without turns")]
     return f"| {' | '.join(cells)} |"
 
 
@@ -178,7 +186,8 @@ def main() -> None:
 Prompt tokens that the model computes, per distinct context token, and sampled tokens per second relative to single
 answers with as many sampled tokens. Environments take no time, answers have at most {ANSWER} tokens, {GROUP} episodes
 share a prompt. Median of {arguments.rounds} rounds on one thread, in which the sides take turns; in parentheses by CPU
-time.
+time. The last column is about the bound: single answers to prompts with all that the environment says in the episode,
+so that the same tokens are computed and attended to, but in one call and without environments.
 
 {machine()}
 
