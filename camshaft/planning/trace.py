@@ -371,7 +371,7 @@ class _PPOTracer(Tracer):
                 return choose_layout(layer)
 
         @contextmanager
-        def prepare_packed(num_rows: int, _: int) -> Iterator[Forward]:
+        def prepare_packed(num_rows: int, *_: int) -> Iterator[Forward]:
             with packed_linears(decoder.hf, num_rows, num_steps, choose), prepare(num_rows, 1) as forward:
                 yield forward
 

@@ -31,7 +31,7 @@ from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_finite
-from camshaft.rollout.builtin.cpu.linears import use_packable_linears
+from camshaft.rollout.builtin.cpu.linears import has_packed, use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kept_rows import KeptRows
@@ -81,10 +81,13 @@ class TorchRollout(SharedModelRollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         self.kept.clear()
+        self.decoder.copies = {}
         super().load_weights(weights, version)
 
     def close_rows(self, row_ids: Iterable[Hashable]) -> None:
         self.kept.close(row_ids)
+        if not self.kept.num_bytes and not has_packed(self.model.hf):  # others may be generated in a stream
+            self.decoder.copies = {}
 
     def generate_sequences(
         self,
@@ -143,14 +146,17 @@ class TorchRollout(SharedModelRollout):
     ) -> Iterator[Scheduler]:
         """Yield a scheduler without rows, given the maximum lengths of the rows that may be live at once."""
         num_slots = self._allocate_slots(lengths, keeps and recorder is None)
-        options = GenerationOptions(sampling, self._stop_ids(sampling), num_slots, self._stop_strings(sampling))
+        options = GenerationOptions(sampling, self._stop_ids(sampling), num_slots, self._stop_strings(sampling), keeps)
         kept = None if recorder is not None else self.kept
         try:
             yield Scheduler(self.graphs or self.decoder, self.cache, options, self.config, recorder, kept)
         except BaseException:
             self.cache.clear()  # masked positions must not contain NaN
             self.kept.clear()
+            self.decoder.copies = {}
             raise
+        if not self.kept.num_bytes:
+            self.decoder.copies = {}
 
     def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         return (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
@@ -215,6 +221,7 @@ class TorchRollout(SharedModelRollout):
 
     def sleep(self) -> None:
         self.kept.clear()
+        self.decoder.copies = {}
         self.model.sleep(keep_copies=not self.config.free_cache_engine)
         if self.config.free_cache_engine:
             self.cache.clear()

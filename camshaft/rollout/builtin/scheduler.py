@@ -57,6 +57,8 @@ class GenerationOptions:
     num_slots: int
     """Maximum number of live rows."""
     stop_strings: StopStrings | None = None
+    has_ids: bool = False
+    """True if the rows have ids, with which later turns continue them."""
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Scheduler:
         self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
         self.max_tokens, self.max_slots = config.max_num_batched_tokens, options.num_slots
+        self.has_ids = options.has_ids
         self.num_slots = 0 if self.device.type == "cpu" else self.max_slots
         """Number of slots for live rows. On a CPU, it grows with the number of rows."""
         self.stop_ids = torch.tensor(options.stop_ids, dtype=torch.int64, device=self.device)
@@ -128,13 +131,7 @@ class Scheduler:
         first, contexts = len(self.finished), rows.contexts.to("cpu").rows()
         self.row_ids += row_ids or ()
         self.num_cached += [0] * len(contexts)
-        resumed: set[int] = set()
-        for i, row_id in enumerate(row_ids or ()):
-            kept = None if self.kept is None else self.kept.take(row_id, contexts[i])
-            if kept is not None:
-                self.num_cached[first + i] = kept.length
-                self.resumed.append((first + i, contexts[i][kept.length :].tolist(), kept))
-                resumed.add(i)
+        resumed = self._take_kept(row_ids, contexts, first) if row_ids else set[int]()
         self.groups += _group_equal_prompts(contexts, resumed, first)
         self.num_waiting += len(contexts)
         self._add_slots()
@@ -151,6 +148,17 @@ class Scheduler:
         if self.stop_strings is not None:
             self.responses += [tokens.tolist() for tokens in rows.generated.rows()]
         return first
+
+    def _take_kept(self, row_ids: Sequence[Hashable], contexts: Sequence[Tensor], first: int) -> set[int]:
+        """Let kept rows wait to be resumed, and return which of the contexts begin with them."""
+        resumed: set[int] = set()
+        for i, row_id in enumerate(row_ids):
+            kept = None if self.kept is None else self.kept.take(row_id, contexts[i])
+            if kept is not None:
+                self.num_cached[first + i] = kept.length
+                self.resumed.append((first + i, contexts[i][kept.length :].tolist(), kept))
+                resumed.add(i)
+        return resumed
 
     def _add_slots(self) -> None:
         """On a CPU, add slots for new rows. The memory of a GPU is allocated for all rows at once."""
@@ -215,7 +223,7 @@ class Scheduler:
     @contextmanager
     def prepared(self, num_steps: int) -> Iterator[None]:
         """Prepare the decoder for `step`, given the number of steps after which it may still be used."""
-        with self.decoder.prepare(self.max_slots, num_steps) as self.forward:
+        with self.decoder.prepare(self.max_slots, num_steps, self.has_ids) as self.forward:
             yield
 
     def _fill_slots(self) -> None:

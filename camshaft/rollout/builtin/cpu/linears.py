@@ -6,7 +6,8 @@
 
 A decode step multiplies every weight with a few rows. `F.linear` then spends more time on reordering the weight than on
 the multiplication. Each generation packs the weights again, because an optimizer may update a weight in place without
-incrementing its version. Log-probs differ from those of `F.linear` by rounding.
+incrementing its version. Only the turns of a conversation share packed copies, as they share computed keys and values
+(`copies`). Log-probs differ from those of `F.linear` by rounding.
 
 `benchmarks/rollout.py` measures which layout is fastest. `Transposed` and `SplitByThread` use public operators.
 `MKLPacked` and `OneDNNPacked` use private operators of torch, and are skipped if these are missing or give wrong
@@ -136,6 +137,9 @@ class OneDNNPacked:
 PackedWeight = Transposed | SplitByThread | MKLPacked | OneDNNPacked
 """A packed copy of a weight. `product(rows)` returns a function that computes the layer for at least `rows` rows."""
 Layout = Callable[[Tensor, Tensor | None], PackedWeight]
+Choice = Callable[["PackableLinear"], Layout | None]
+Copies = dict["PackableLinear", PackedWeight]
+"""Packed copies of the weights of layers. Their owner drops them when the values of a weight change."""
 
 
 class PackableLinear(nn.Linear):
@@ -184,21 +188,38 @@ def choose_layout(layer: PackableLinear) -> Layout | None:
 
 @contextmanager
 def packed_linears(
-    model: nn.Module, num_rows: int, num_steps: int, choose: Callable[[PackableLinear], Layout | None] = choose_layout
+    model: nn.Module, num_rows: int, num_steps: int, choose: Choice = choose_layout, copies: Copies | None = None
 ) -> Iterator[None]:
-    """Pack the weights of `model`'s linear layers inside the context if that saves time."""
+    """Pack the weights of `model`'s linear layers inside the context if that saves time, unless `copies` has them."""
+    copies = {} if copies is None else copies
     layers = [layer for layer in model.modules() if isinstance(layer, PackableLinear)]
     try:
         if num_rows >= MIN_ROWS and num_steps >= MIN_STEPS:
             for layer in layers:
                 layout = choose(layer)
                 if layout is not None:
-                    bias = None if layer.bias is None else layer.bias.detach()
-                    layer.packed = layout(layer.weight.detach(), bias)
+                    if layer not in copies or not _is_copy(copies[layer], layout, layer):
+                        bias = None if layer.bias is None else layer.bias.detach()
+                        copies[layer] = layout(layer.weight.detach(), bias)
+                    layer.packed = copies[layer]
         yield
     finally:
         for layer in layers:
             layer.packed = None
+
+
+def has_packed(model: nn.Module) -> bool:
+    """Return True inside of a `packed_linears` context that has packed weights."""
+    return any(isinstance(layer, PackableLinear) and layer.packed is not None for layer in model.modules())
+
+
+def _is_copy(packed: PackedWeight, layout: Layout, layer: PackableLinear) -> bool:
+    """Return True if `packed` has this layout, and is a copy of the parameters that the layer has."""
+    if type(packed) is not layout or packed.weight.data_ptr() != layer.weight.data_ptr():
+        return False
+    if packed.bias is None or layer.bias is None:
+        return packed.bias is layer.bias
+    return packed.bias.data_ptr() == layer.bias.data_ptr()
 
 
 def select_product(layer: nn.Linear, rows: int) -> Product:

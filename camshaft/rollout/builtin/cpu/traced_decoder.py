@@ -8,7 +8,8 @@ A small model spends half of a decode step in Python code and in many small oper
 first generation that is long enough traces the forward (`tracer.py`), fuses operators (`graph_fusions.py`), and
 compares the result with the model's own forward on other tokens and batch sizes. If tracing fails or the logits differ,
 generation uses the model's own forward and `decoder.reason` contains the reason. Models with hooks also use their own
-forward. The graph contains no weights; each generation binds the model's current weights.
+forward. The graph contains no weights; each generation binds the model's current weights. Packed copies of the weights
+are freed after it, unless the next turns of its rows use them.
 """
 
 import bisect
@@ -30,6 +31,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     MIN_ROWS,
     MIN_STEPS,
     ROW_THRESHOLDS,
+    Copies,
     PackableLinear,
     packed_linears,
     select_product,
@@ -53,14 +55,15 @@ class Decoder:
         self.hf = hf
         self.reason: str | None = None
         self._traced: _TracedForward | None = None
+        self.copies: Copies = {}  # for later turns
 
     @contextmanager
-    def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
-        """Yield a forward that uses the current weights. On exit, packed copies of the weights are freed."""
+    def prepare(self, num_rows: int, num_steps: int, keep: bool = False) -> Iterator[Forward]:
+        """Yield a forward that uses the current weights. Their packed copies are freed on exit or stay in `copies`."""
         use_trace = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not has_hooks(self.hf)
         if use_trace:
             self._trace_once()
-        with packed_linears(self.hf, num_rows, num_steps):
+        with packed_linears(self.hf, num_rows, num_steps, copies=self.copies if keep else None):
             forward = self._traced.bind(self.hf) if use_trace and self._traced is not None else self.eager
             with limited_threads(forward, self.hf) as limited:
                 yield limited

@@ -116,13 +116,13 @@ class CUDAGraphDecoder:
         return FusedForward(self.model, self.eager)
 
     @contextmanager
-    def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
+    def prepare(self, num_rows: int, num_steps: int, keep: bool = False) -> Iterator[Forward]:
         """Yield a forward that uses the current weights, for at most `num_rows` rows.
 
         Padding rows write to the unused slots between the live rows and slot `num_rows`.
         """
         if self.capture_failed or num_steps < MIN_STEPS or has_hooks(self.hf):
-            with self.decoder.prepare(num_rows, num_steps) as forward:
+            with self.decoder.prepare(num_rows, num_steps, keep) as forward:
                 yield forward
             return
         self._capacity = max(self._capacity, num_rows)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import LINEAR
 
 from camshaft import machine
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
@@ -63,6 +64,33 @@ def test_rows_are_dropped_when_memory_is_short(case: Case) -> None:
     assert [row.tolist() for row in few] == [row.tolist() for row in converse(case, 4, keep=False)[0]]
     assert computed > 4 * 11 + 12
     assert len(rows) == 4
+
+
+def play(case: Case, keep: bool) -> list[list[int]]:
+    """Continue random conversations in random order, between calls without ids. Return all sampled tokens."""
+    random = torch.Generator().manual_seed(0)
+    rows = dict(enumerate(RolloutHarness(TorchRollout, "").prompts(*[3, 1, 5, 2] * 2, seed=5).rows()))
+    sampled: list[list[int]] = []
+    for turn in range(10):
+        count = int(torch.randint(1, 5, (1,), generator=random))
+        chosen = torch.randperm(8, generator=random)[:count].tolist()
+        contexts, seeds = Ragged.from_rows([rows[row][-80:] for row in chosen]), torch.tensor(chosen)
+        sampling = SamplingParams(int(torch.randint(1, 9, (1,), generator=random)))
+        ids: dict[str, Any] = {"row_ids": chosen} if keep else {}
+        out = case.rollout.generate_sequences(contexts, sampling, seeds, **ids)
+        sampled += [tokens.tolist() for tokens in out.responses.rows()]
+        told = torch.randint(3, 100, (count, 2), generator=random)
+        for row, tokens, new in zip(chosen, out.responses.rows(), told, strict=True):
+            rows[row] = torch.cat([rows[row], tokens, new[: 1 + row % 2]])
+        if turn % 4 == 1:
+            case.rollout.generate_sequences(Ragged.from_rows([[5, 6, 7]] * 3), SAMPLING, torch.arange(3))
+    return sampled
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("qwen3_5_text", LINEAR)])
+def test_rows_that_other_rows_displace_continue_as_before(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    case = RolloutHarness(TorchRollout, tmp_path).case(family, sizes, max_num_seqs=3)
+    assert play(case, keep=True) == play(case, keep=False)
 
 
 def row(num_bytes: int, states: bool = False) -> CachedRow:

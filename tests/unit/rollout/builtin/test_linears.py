@@ -1,6 +1,7 @@
 """Packed copies of weights give the same products, are never stale, and are freed after a generation."""
 
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,116 @@ def test_generation_packs_the_present_weights(
     packable = [layer for layer in rollout.model.hf.modules() if isinstance(layer, PackableLinear)]
     assert packable
     assert all(layer.packed is None for layer in packable)
+
+
+class Conversation:
+    """Rows that continue in turns, with weights that are updated in place."""
+
+    def __init__(self, folder: Path):
+        self.case = RolloutHarness(TorchRollout, folder).case("llama", LAYERS, max_model_len=192)
+        self.sampling = SamplingParams(MIN_STEPS, ignore_eos=True)
+        self.rows = Ragged.from_rows([torch.arange(3, 3 + length) for length in (1, 7, 7, 30, 2, 2)])
+        rollout: Any = self.case.rollout
+        self.rollout: TorchRollout = rollout
+
+    def turn(self, ids: str = "abcdef") -> None:
+        """Generate the next turn, and compare its log-probs with those of the current weights."""
+        out = self.rollout.generate_sequences(self.rows, self.sampling, torch.arange(6), row_ids=ids)
+        self.case.check_log_probs(self.rows, out, self.sampling)
+        self.rows = Ragged.join(Ragged.join(self.rows, out.responses), Ragged.from_rows([[5, 6]] * 6))
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for weight in self.case.oracle.parameters():
+                weight.data.mul_(0.9)
+
+    def copies(self) -> dict[PackableLinear, Any]:
+        return dict(self.rollout.decoder.copies)
+
+
+@pytest.fixture
+def talk(tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> Conversation:
+    monkeypatch.setattr(linears, "MIN_MKL_SIZE", 128 * 128)
+    return Conversation(tmp_path)
+
+
+def test_turns_share_the_packed_weights(talk: Conversation) -> None:
+    talk.turn()
+    first = talk.copies()
+    assert first
+    talk.turn()
+    assert talk.copies() == first
+    assert all(layer.packed is None for layer in first)
+
+
+def test_a_weight_sync_replaces_the_packed_weights_of_a_conversation(talk: Conversation) -> None:
+    for _ in range(2):
+        talk.turn()
+        before = talk.copies()
+        talk.update()
+        talk.rollout.load_weights(talk.case.weights())
+        assert not talk.copies()
+        talk.turn()
+        assert all(before[layer] is not copy for layer, copy in talk.copies().items())
+
+
+def test_other_parameters_are_packed_again_without_a_sync(talk: Conversation) -> None:
+    talk.turn()
+    before = talk.copies()
+    with torch.no_grad():
+        for layer in before:
+            layer.weight = nn.Parameter(layer.weight * 0.9, requires_grad=False)
+    with talk.rollout.decoder.prepare(MIN_ROWS, MIN_STEPS, keep=True):
+        for layer in before:
+            rows = torch.randn(MIN_ROWS, layer.in_features)
+            assert_product(layer(rows), rows, layer.weight, layer.bias)
+
+
+def test_calls_between_turns_use_the_present_weights(talk: Conversation) -> None:
+    talk.turn()
+    before, prompts = talk.copies(), Ragged.from_rows([[7]] * 6)
+    talk.update()
+    out = talk.rollout.generate_sequences(prompts, talk.sampling, torch.arange(6))
+    talk.case.check_log_probs(prompts, out, talk.sampling)
+    assert talk.copies() == before
+
+
+@pytest.mark.parametrize("end", ["sleep", "close"])
+def test_packed_weights_are_freed_with_the_rows(talk: Conversation, end: str) -> None:
+    talk.turn()
+    packed = [weakref.ref(copy) for copy in talk.copies().values()]
+    assert packed
+    talk.rollout.close_rows("abc")
+    assert talk.copies()
+    talk.rollout.close_rows("def") if end == "close" else talk.rollout.sleep()
+    assert not any(copy() for copy in packed)
+
+
+def test_rows_that_are_closed_while_others_run_do_not_free_weights(talk: Conversation) -> None:
+    with talk.rollout.open_stream() as stream:
+        for row_id, row in enumerate(talk.rows.rows()):
+            stream.put(row_id, row.tolist(), talk.sampling, seed=row_id)
+        ended: set[Any] = set()
+        while len(ended) < 6:
+            ended |= {answer.row_id for answer in stream.take(10.0)}
+        first = talk.copies()
+        assert first
+        for row_id in range(6):
+            stream.close(row_id)
+        stream.put("next", [5, 6], talk.sampling, seed=1)
+        while not stream.take(10.0):
+            pass
+        assert talk.copies() == first
+    stream.close("next")
+
+
+def test_a_failed_call_frees_the_packed_weights(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk.turn()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(talk.rollout.cache, "check_layers", fail)
+    with pytest.raises(MemoryError):
+        talk.turn()
+    assert not talk.copies()
