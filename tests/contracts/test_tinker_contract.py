@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield target
 
 
-OTHERS = {"two_ranks": {"ranks": 2}, "hf": {"rollout": "hf"}}
+OTHERS = {"two_ranks": {"ranks": 2}, "own_ranks": {"sampling_ranks": 1}, "hf": {"rollout": "hf"}}
 """Servers with other engines and rollouts than the one that twins are made of."""
 
 
