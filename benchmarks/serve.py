@@ -203,7 +203,7 @@ def overlap_table(num_rounds: int, num_steps: int) -> Iterator[str]:
         for number in range(num_rounds):
             for title, (ranks, sampling_ranks, threads) in LAYOUTS.items():
                 os.environ["OMP_NUM_THREADS"] = str(threads)
-                folder = Path(name) / f"{number}-{title}"
+                folder = Path(name) / f"{number}-{ranks}-{sampling_ranks}-{threads}"
                 folder.mkdir()
                 options = {"model": f"{BASE}={model}", "ranks": ranks, "sampling_ranks": sampling_ranks}
                 with running_server(folder, **options, save_every=10**6) as server:

@@ -119,8 +119,12 @@ def process_pool(
     It runs beside `other_ranks` of another pool, which shares the cores with it.
     """
     pool = LocalPool(spec, options, first_device, other_ranks)
-    pool.start()
-    pool.join_ranks()
+    try:
+        pool.start()
+        pool.join_ranks()
+    except BaseException:
+        pool.shutdown()
+        raise
     return pool
 
 

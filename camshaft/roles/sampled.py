@@ -54,7 +54,7 @@ def refusing(method: F) -> F:
     """Return errors of this package and of files instead of raising them. If a rank has one, all ranks return it."""
 
     @functools.wraps(method)
-    def call(worker: "Sampler", *args: Any, **kwargs: Any) -> Any:
+    def call(worker: "SamplingRole", *args: Any, **kwargs: Any) -> Any:
         result, refusal = None, None
         try:
             result = method(worker, *args, **kwargs)
@@ -74,7 +74,7 @@ class Loader(Protocol):
     def load(self, name: str, rollout: BaseRollout) -> None: ...
 
 
-class Sampler(Worker):
+class SamplingRole(Worker):
     """Rollouts of the base models on one device. All ranks have the same versions."""
 
     def __init__(self, config: ServeConfig):
@@ -137,7 +137,7 @@ class Sampler(Worker):
         return self.rollouts[base]
 
 
-class SamplingWorker(Sampler):
+class SamplingWorker(SamplingRole):
     """Rollouts on devices of their own, which load what the ranks that train have published."""
 
     def __init__(self, config: ServeConfig):
@@ -168,5 +168,5 @@ class SamplingWorker(Sampler):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def remove_version(self, version: str) -> None:
-        """Forget published weights, which must not be sampled any more."""
+        """Forget published weights, which no call may use afterwards."""
         self.versions.remove(version)

@@ -1,4 +1,6 @@
-"""Role of `camshaft serve` that trains: the engines of the models of clients. It also samples, or others do.
+"""Role of `camshaft serve` that trains: the engines of the models of clients.
+
+It also samples, unless the server has `sampling_ranks`.
 
     worker.create("s:train:0", "models/tiny", LoRAConfig(rank=8, alpha=32), seed=0)     # on all ranks
     worker.forward_backward("s:train:0", rows, "ppo", {"clip_low_threshold": 0.9}, forward_only=False)
@@ -36,7 +38,7 @@ from camshaft.engine import (
 from camshaft.errors import EngineError
 from camshaft.models.loader import stored_weights
 from camshaft.reshard import Snapshot
-from camshaft.roles.sampled import ElsewhereError, Loader, Sampler, refusing
+from camshaft.roles.sampled import ElsewhereError, Loader, SamplingRole, refusing
 from camshaft.roles.versions import VERSIONS, Versions
 from camshaft.seat import Seat
 
@@ -63,7 +65,7 @@ class ServedModel:
     """Number of calls of `forward_backward` since the last optimizer step."""
 
 
-class ServedWorker(Sampler):
+class ServedWorker(SamplingRole):
     """Engines and rollouts of one server, on one device. All ranks have the same models and versions."""
 
     def __init__(self, config: ServeConfig):
@@ -259,7 +261,7 @@ class ServedWorker(Sampler):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @refusing
     def forget_version(self, version: str) -> None:
-        """Free published weights, which must not be sampled any more."""
+        """Free published weights, which no call may use afterwards."""
         self.versions.remove(version)
 
     def _add_version(self, version: str, engine: BaseEngine, base: str) -> None:

@@ -36,7 +36,7 @@ VERSION = "version"
 
 
 class LostWeightsError(RolloutError):
-    """The process that had the weights in memory has ended, and they are not in a file."""
+    """The weights are not in memory, because the process that had them has ended, and they are not in a file."""
 
 
 class Versions:
@@ -156,7 +156,7 @@ class ReceivedVersions:
                 if snapshot.is_readable():  # the memory has not been freed, so this is another error
                     raise
         if not _is_version(self.folder / name):  # to which weights are written before their memory is freed
-            raise LostWeightsError(f"the process that has published the weights {name} has ended")
+            raise LostWeightsError(f"the weights {name} are neither in memory nor in a file; publish them again")
         _load_file(self.folder / name, rollout)
 
     def remove(self, name: str) -> None:

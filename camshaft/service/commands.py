@@ -11,7 +11,8 @@ A turn may have several training commands if all of them together have no more t
 session waits for: a client with short commands then gets as many tokens as one with long commands. Jobs with the same
 `batch` key, which requests for samples have, are executed together, the oldest ones first.
 
-If samples have a pool of their own, they have a queue of their own, whose thread runs beside the one that trains.
+If a server has processes that only sample, samples have a queue of their own, whose thread runs beside the one that
+trains.
 
 A command is in the log of the server (store.py) before its request is answered, and so is its result before a client
 gets it. A server that is started again therefore continues where the log ends.
@@ -75,7 +76,7 @@ class Command:
 
 
 class Postponed(Exception):
-    """A batch needs something that another queue prepares. It is queued again afterwards."""
+    """Raised by a batch that cannot run yet: `queue` executes `prepare`, and then the batch is queued again."""
 
     def __init__(self, queue: "JobQueue", prepare: Callable[[], object]):
         super().__init__()
@@ -87,7 +88,8 @@ class JobQueue:
 
     def __init__(self, store: Store, times: SessionTimes | None = None, kind: Kind | None = None) -> None:
         """`kind` is that of all jobs, if this queue has only one."""
-        self.store, self.kind = store, kind
+        self.store = store
+        self.kind: Kind | None = kind
         self.times = times or SessionTimes()
         self._jobs: dict[str, deque[Job]] = {}
         """Jobs by session. The first session has the next turn."""
@@ -111,8 +113,13 @@ class JobQueue:
     def put(self, job: Job) -> None:
         with self._changed:
             if not self._is_closed:
-                self._jobs.setdefault(job.future.session, deque()).append(job)
                 self.times.added(job.future.session)
+                self._append(job)
+
+    def _append(self, job: Job) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._jobs.setdefault(job.future.session, deque()).append(job)
                 self._changed.notify_all()
 
     def __len__(self) -> int:
@@ -130,8 +137,6 @@ class JobQueue:
                 outcome.queue.put(self._preparation(jobs, outcome))
             else:
                 self._deliver_all(jobs, outcome)
-            for job in jobs:
-                self.times.finished(job.future.session)
 
     def _preparation(self, jobs: Sequence[Job], postponed: Postponed) -> Job:
         """Return the job for the other queue. If it fails, so do these jobs."""
@@ -145,7 +150,7 @@ class JobQueue:
                 self._deliver_all(jobs, [failure_of(error)] * len(jobs))
             else:
                 for job in jobs:
-                    self.put(job)
+                    self._append(job)
             return [Result.of_json({})]
 
         def give_up(reason: str) -> Result:
@@ -157,6 +162,7 @@ class JobQueue:
     def _deliver_all(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
         for job, result in zip(jobs, results, strict=True):
             self._deliver(job, result)
+            self.times.finished(job.future.session)
 
     def _deliver(self, job: Job, result: Result) -> None:
         """Resolve the future of a job when its result is in the log."""

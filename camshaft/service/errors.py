@@ -21,5 +21,5 @@ class CommandError(CamshaftError):
     """A command that has failed because of its arguments, or of the state of its model: the result of a future."""
 
 
-class WeightsLost(CommandError):
+class WeightsLost(CamshaftError):
     """Published weights are gone together with the process that had them. They can be published again."""

@@ -44,7 +44,7 @@ class _Batch:
 
 
 class History:
-    """Metrics of one model. The thread of the queue calls all methods."""
+    """Metrics of one model. The thread of the training queue calls all methods."""
 
     def __init__(self, folder: Path, model_id: str, times: SessionTimes, config: Mapping[str, Any]):
         """`config` describes model and server."""

@@ -104,7 +104,7 @@ class Operation:
 
 
 class Model:
-    """A model in training. Its commands are executed in the thread of the queue."""
+    """A model in training. Its commands are executed in the thread of the training queue."""
 
     def __init__(self, facts: ModelFacts, parts: Parts, add_sampler: Callable[[int, Version], str]):
         """`add_sampler` creates a sampler with a number in the session of the model, and returns its id."""
@@ -236,7 +236,7 @@ class Model:
     def _build(self) -> None:
         record = self.facts.record
         arguments = self.identifier, self.facts.folder, lora_of(record), record.seed
-        self.parts.versions.roles.set_dtypes(self.facts.folder)
+        self.parts.versions.roles.set_dtypes()
         self._seats = self.role.call_ranks("create", *arguments)
 
     def _states(self) -> Path:

@@ -5,11 +5,12 @@
         role.call("publish", "s:train:0", "v1")
 
 Calls of several threads run one after the other. A `Refusal` of the role is raised as `CommandError`. After a crash,
-`generation` is another number: the models of earlier generations are lost, and the versions that are not in files.
+`generation` is another number: the models of earlier generations are lost, and so are versions that are not in files.
 """
 
 import os
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from camshaft.controller import Options, Pool, PoolSpec, spawn, start_pools
 from camshaft.controller.local import process_pool
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.reshard import Snapshot
-from camshaft.roles.sampled import Refusal, Sampler, SamplingWorker
+from camshaft.roles.sampled import Refusal, SamplingRole, SamplingWorker
 from camshaft.roles.served import ServedWorker
 from camshaft.service.errors import CommandError, WeightsLost
 
@@ -35,7 +36,7 @@ class PerRank(list[Any]):
 class RoleProcess:
     """A worker on each rank of a pool of processes: one that trains, or one that only samples."""
 
-    def __init__(self, config: ServeConfig, worker: type[Sampler] = ServedWorker):
+    def __init__(self, config: ServeConfig, worker: type[SamplingRole] = ServedWorker):
         self.config, self.worker = config, worker
         name, ranks, self._other_ranks = WORKER, config.ranks, config.sampling_ranks
         if issubclass(worker, SamplingWorker):
@@ -58,9 +59,9 @@ class RoleProcess:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the role on all ranks. Start the processes first if one has died in an earlier call."""
         with self._lock:
-            if self._pool is None:
-                self._start()
             try:
+                if self._pool is None:
+                    self._start()
                 result = getattr(self._role, method)(*arguments)
             except WorkerError:
                 self._stop()
@@ -95,42 +96,52 @@ class RoleProcess:
 
 
 class Roles:
-    """The processes that train and publish weights, and those that sample, which may be the same ones."""
+    """The processes that train and publish weights, and those that sample, which may be the same ones.
 
-    def __init__(self, role: RoleProcess, sampler: RoleProcess | None = None):
-        self.role, self.sampler = role, sampler or role
+    The thread that trains never calls processes that only sample, because it would wait for their samples.
+    """
+
+    def __init__(self, trainer: RoleProcess, sampler: RoleProcess | None, bases: Iterable[str]):
+        self.trainer, self.sampler = trainer, sampler or trainer
         self._dtypes: dict[str, Any] = {}
-        """Dtypes in which the processes that only sample receive the weights of base models."""
-        self._informed: set[tuple[str, int]] = set()
-        """Base models whose dtypes a generation of the processes that train knows."""
-        self._machines: tuple[int, set[str]] | None = None
-        """Machines of the processes that only sample, and their generation."""
+        """Dtypes in which the processes that only sample receive the weights of each base model."""
+        self._informed: int | None = None
+        """Generation of the processes that train which knows these dtypes."""
+        self._machines: set[str] = set()
+        """Machines of the processes that only sample."""
+        self._located: int | None = None
+        """Generation of the processes that only sample which runs on these machines."""
+        if self.are_separate:
+            self._dtypes = {base: self.sampler.call("weight_dtypes", base) for base in bases}
+            self.locate_samplers()
 
     @property
     def are_separate(self) -> bool:
-        return self.sampler is not self.role
+        return self.sampler is not self.trainer
 
-    def set_dtypes(self, base: str) -> None:
-        """Let the processes that train know the dtypes in which weights of a base model are published."""
-        if not self.are_separate or (base, self.role.generation) in self._informed:
-            return
-        if base not in self._dtypes:
-            self._dtypes[base] = self.sampler.call("weight_dtypes", base)
-        self.role.call("set_dtypes", base, self._dtypes[base])
-        self._informed.add((base, self.role.generation))
+    def set_dtypes(self) -> None:
+        """Let the processes that train know the dtypes in which weights are published."""
+        if self._informed != self.trainer.generation:
+            for base, dtypes in self._dtypes.items():
+                self.trainer.call("set_dtypes", base, dtypes)
+            self._informed = self.trainer.generation
 
-    def snapshots(self, version: str) -> list[Snapshot]:
+    def locate_samplers(self) -> None:
+        """Find the machines of the processes that only sample. The thread that samples calls this after a crash."""
+        if self._located != self.sampler.generation:
+            self._machines = set(self.sampler.call("machine"))
+            self._located = self.sampler.generation
+
+    def share(self, version: str) -> list[Snapshot]:
         """Return the memory from which processes that only sample read published weights.
 
         If a machine of theirs has no process that trains, the weights are also written to a file.
         """
         if not self.are_separate:
             return []
-        if self._machines is None or self._machines[0] != self.sampler.generation:
-            self._machines = self.sampler.generation, set(self.sampler.call("machine"))
-        found: list[Snapshot] = self.role.call("snapshots", version)
-        if not self._machines[1] <= {snapshot.machine for snapshot in found}:
-            self.role.call("keep_versions", [version])
+        found: list[Snapshot] = self.trainer.call("snapshots", version)
+        if not self._machines <= {snapshot.machine for snapshot in found}:
+            self.trainer.call("keep_versions", [version])
         return found
 
 

@@ -75,7 +75,7 @@ class Version:
 
     def __init__(self, roles: Roles, queue: JobQueue, source: Source, rebuild: Callable[[str], None]):
         """`queue` is that of the processes that train. `rebuild` restores a model, which then publishes again."""
-        self.roles, self.role, self.queue, self.source, self.rebuild = roles, roles.role, queue, source, rebuild
+        self.roles, self.queue, self.source, self.rebuild = roles, queue, source, rebuild
         self.identifier, self.folder = source.identifier, source.base_folder
         self.publisher = source.model_id
         """Model that has published the weights."""
@@ -83,59 +83,65 @@ class Version:
         """Generation of the worker processes that have the weights."""
         self._snapshots: Sequence[Any] = ()
         """Memory that contains the weights, for processes that only sample."""
-        self._known_to: tuple[int, int] | None = None
-        """Generations of the processes that have published the weights, and of those that sample and know them."""
-        self._lost_in: int | None = None
-        """Generation of the processes that had the weights when those that sample did not find them."""
+        self._known: tuple[Any, int] | None = None
+        """Snapshots that the processes that only sample know, and the generation of these processes."""
+        self._is_lost = False
+        """True if they have not found the weights, which have then been published again."""
+        self.is_forgotten = False
+        """True if the weights are freed, because no open session uses them."""
 
     def publish(self) -> None:
         """Publish the weights, unless they are. The thread that trains calls this."""
-        if self._generation == self.role.generation:
+        trainer, source = self.roles.trainer, self.source
+        if self._generation == trainer.generation or self.is_forgotten:
             return
-        source = self.source
-        self.roles.set_dtypes(self.folder)
-        if not self.role.call("has_version", self.identifier):
+        self.roles.set_dtypes()
+        if not trainer.call("has_version", self.identifier):
             if source.model_id is not None:
                 self.rebuild(source.model_id)
             elif source.saved_folder is not None:
-                self.role.call("publish_checkpoint", self.folder, source.lora, source.saved_folder, self.identifier)
+                trainer.call("publish_checkpoint", self.folder, source.lora, source.saved_folder, self.identifier)
             else:
-                self.role.call("publish_base", self.folder, self.identifier)
+                trainer.call("publish_base", self.folder, self.identifier)
         self.was_published()
 
     def was_published(self) -> None:
-        self._snapshots = self.roles.snapshots(self.identifier)
-        self._generation = self.role.generation
+        self._snapshots = self.roles.share(self.identifier)
+        self._generation = self.roles.trainer.generation
 
     def call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the ranks that sample, which uses the weights."""
+        if self.is_forgotten:
+            raise CommandError("the session of the sampler has ended")
         if not self.roles.are_separate:
             self.publish()
-            return self.role.call_ranks(method, self.folder, self.identifier, *arguments)
-        generation, sampler = self._generation, self.roles.sampler
-        if generation is None:
+            return self.roles.trainer.call_ranks(method, self.folder, self.identifier, *arguments)
+        if self._generation is None:
             raise Postponed(self.queue, self.publish)
-        if self._known_to != (generation, sampler.generation):
-            sampler.call("set_version", self.identifier, self._snapshots)
-            self._known_to = generation, sampler.generation
+        self._inform_samplers()
         try:
-            return sampler.call_ranks(method, self.folder, self.identifier, *arguments)
+            results = self.roles.sampler.call_ranks(method, self.folder, self.identifier, *arguments)
         except WeightsLost as error:
-            if generation == self._lost_in:  # they have been published again, and still cannot be read
+            if self._is_lost:
                 raise
-            self._lost_in, self._generation = generation, None
+            self._is_lost, self._generation = True, None
             raise Postponed(self.queue, self.publish) from error
+        self._is_lost = False
+        return results
 
-    def forget(self) -> None:
-        """Free the weights. The thread that trains calls this, after `end_sampling`."""
-        self.role.call("forget_version", self.identifier)
-        self._generation = None
+    def _inform_samplers(self) -> None:
+        """Let the processes that only sample know where the weights are."""
+        self.roles.locate_samplers()
+        snapshots, generation = self._snapshots, self.roles.sampler.generation
+        if self._known is None or self._known[0] is not snapshots or self._known[1] != generation:
+            self.roles.sampler.call("set_version", self.identifier, snapshots)
+            self._known = snapshots, generation
 
     def end_sampling(self) -> None:
         """Let the processes that only sample forget the weights. The thread that samples calls this."""
-        if self._known_to is not None:
+        if self._known is not None and self._known[1] == self.roles.sampler.generation:
             self.roles.sampler.call("remove_version", self.identifier)
-            self._known_to = None
+        self._known = None
 
 
 class Versions:
@@ -144,7 +150,8 @@ class Versions:
     def __init__(self, roles: Roles, queue: JobQueue, rebuild: Callable[[str], None]):
         self.roles, self.queue, self.rebuild = roles, queue, rebuild
         self._versions: dict[str, Version] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        """Held while a version is looked up and gets a sampler, so that it is not freed in between."""
 
     def of_base(self, folder: str) -> Version:
         """Return the weights of a model folder."""
@@ -162,7 +169,7 @@ class Versions:
 
     def restore(self, source: Source) -> Version:
         """Return the weights of a source."""
-        with self._lock:
+        with self.lock:
             if source.identifier not in self._versions:
                 self._versions[source.identifier] = Version(self.roles, self.queue, source, self.rebuild)
             return self._versions[source.identifier]
@@ -171,18 +178,22 @@ class Versions:
         return self._versions.get(Source("", model_id=model_id, number=number).identifier)
 
     def published_by(self, model_id: str) -> list[Version]:
-        with self._lock:
+        with self.lock:
             return [version for version in self._versions.values() if version.publisher == model_id]
 
     def identifiers(self) -> list[str]:
-        with self._lock:
+        with self.lock:
             return list(self._versions)
 
-    def forget(self, version: Version) -> None:
-        """Free the weights of a version that is not used any more."""
-        with self._lock:
-            self._versions.pop(version.identifier, None)
-        version.forget()
+    def forget(self, find_unused: Callable[[], set[Version]]) -> None:
+        """Free the weights of the versions that are not used any more. The thread that trains calls this."""
+        with self.lock:
+            unused = [version for version in find_unused() if self._versions.get(version.identifier) is version]
+            for version in unused:
+                del self._versions[version.identifier]
+                version.is_forgotten = True
+        for version in unused:
+            self.roles.trainer.call("forget_version", version.identifier)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
     service.close()                                   # saves the models of all sessions
 
 The argument `owner` is the name of the key of the request. Methods of several threads run at the same time, and only
-the thread of the queue calls the role.
+the threads of the queues call the worker processes: one for training, and with `sampling_ranks` one for samples.
 
 A new service continues with the sessions, models, samplers, commands and results of the log in its folder. `close`
 keeps them.
@@ -78,7 +78,7 @@ class Service:
         self.queue = self.sampling_queue = JobQueue(self.store, times)
         if sampler is not None:
             self.sampling_queue = JobQueue(self.store, times, SAMPLE)
-        self.versions = Versions(Roles(role, sampler), self.queue, self._rebuild)
+        self.versions = Versions(Roles(role, sampler, self.bases.values()), self.queue, self._rebuild)
         self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
         self.runs = Runs(self.checkpoints, self.sessions)
         self._is_closed = threading.Event()
@@ -119,14 +119,13 @@ class Service:
                 self._restore_model(session, int(number), entry)
             elif (model := session.models.get(int(number))) is not None:
                 model.log.restore(entry)
-        used = self.versions.identifiers()
         if len(self.sessions):
             logger.info("%d sessions are restored from %s", len(self.sessions), self.store.path)
-        self.queue.put(Job(Future(""), lambda _: [self._retain(used)]))
+        self.queue.put(Job(Future(""), lambda _: [self._retain()]))
 
-    def _retain(self, used: list[str]) -> Result:
+    def _retain(self) -> Result:
         """Remove the files of weights that no sampler uses, which a killed server has left behind."""
-        self.role.call("retain_versions", used)
+        self.role.call("retain_versions", self.versions.identifiers())
         return Result.of_json({})
 
     def _restore_sample(self, sampler: Sampler | None, entry: Entry) -> None:
@@ -223,8 +222,7 @@ class Service:
         """Free the weights that no sampler uses any more, and forget the session in the log."""
         for model in session.models.values():
             model.remove_states()
-        for version in self._unused_versions(session):
-            self.versions.forget(version)
+        self.versions.forget(lambda: self._unused_versions(session))
         return Result(b"{}", writes=remove_session(session.identifier))
 
     def _unused_versions(self, session: Session) -> set[Version]:
@@ -406,14 +404,15 @@ class Service:
 
     def create_sampling_session(self, owner: str, body: schemas.CreateSamplingSession) -> dict[str, Any]:
         session = self.sessions.find(body.session_id, owner)
-        if body.model_path is not None:
-            name, version = self._saved_version(body.model_path, owner)
-        elif body.base_model is not None:
-            self._check_base(body.base_model)
-            name, version = body.base_model, self.versions.of_base(self.bases[body.base_model])
-        else:
-            raise Refused("create_sampling_session requires base_model or model_path")
-        sampler = self._add_sampler(session, body.sampling_session_seq_id, version, name)
+        with self.versions.lock:
+            if body.model_path is not None:
+                name, version = self._saved_version(body.model_path, owner)
+            elif body.base_model is not None:
+                self._check_base(body.base_model)
+                name, version = body.base_model, self.versions.of_base(self.bases[body.base_model])
+            else:
+                raise Refused("create_sampling_session requires base_model or model_path")
+            sampler = self._add_sampler(session, body.sampling_session_seq_id, version, name)
         self.store.flush()
         return {"type": "create_sampling_session", "sampling_session_id": sampler.identifier}
 

@@ -31,7 +31,10 @@ class Times:
 
     @property
     def queue(self) -> float:
-        """Jobs of the session waited, mostly for those of other clients, and none of them ran."""
+        """Jobs of the session waited, mostly for those of other clients, while it neither trained nor sampled.
+
+        If it has trained and sampled at the same time, this is a lower bound.
+        """
         return max(0.0, self.present - self.train - self.sample)
 
     @property
@@ -55,7 +58,7 @@ class _Session:
 
 
 class SessionTimes:
-    """Times of all sessions. Jobs are added by several threads. At most one of each kind runs at a time."""
+    """Times of all sessions. Jobs are added by several threads. Those of each kind run in one thread."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}

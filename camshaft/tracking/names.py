@@ -353,7 +353,8 @@ timing_s/train | seconds | service/history.py | Time in which training commands 
 timing_s/sample | seconds | service/history.py |
     Time in which samples of the session were generated: its share of the rows of a batch.
 timing_s/queue | seconds | service/history.py |
-    Time in which commands or samples of the session waited, mostly for other clients.
+    Time in which commands or samples of the session waited, mostly for other clients. It is a lower bound if they were
+    executed at the same time (`sampling_ranks`).
 timing_s/client | seconds | service/history.py | Time in which the server had nothing to do for the client.
 timing/at | Unix seconds | tracking/run_folder.py | Time at which the step was logged. Only in `metrics.jsonl`.
 perf/throughput | tokens/second | service/history.py | Target tokens divided by the time of the step.

@@ -2,13 +2,18 @@
 
     camshaft serve model=models/tiny                # in another terminal; set the variables that it prints
     python examples/tinker/rl_loop.py
+    python examples/tinker/rl_loop.py --ahead       # with `camshaft serve model=models/tiny sampling_ranks=1`
 
 Each step samples from the current weights, centers the rewards of a prompt's samples, and trains with importance
 sampling. The last number of a line is the largest difference between a sampled log-prob and the one that the training
 engine computes for the same token.
+
+With --ahead, the server samples for the next step while it trains. These samples are from the weights before the last
+step, so the differences are those between two steps.
 """
 
-import sys
+import argparse
+from typing import Any
 
 import tinker
 from tinker import types
@@ -35,18 +40,23 @@ def datum(prompt: list[int], sample: types.SampledSequence, advantage: float) ->
     )
 
 
-def main(base_model: str) -> None:
+def request_samples(trainer: tinker.TrainingClient, prompts: list[list[int]]) -> list[Any]:
+    """Return a future for each prompt, with samples of the current weights."""
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=MAX_TOKENS, stop=[])
+    return [
+        sampler.sample(types.ModelInput.from_ints(prompt), num_samples=SAMPLES, sampling_params=params)
+        for prompt in prompts
+    ]
+
+
+def main(base_model: str, ahead: bool) -> None:
     service = tinker.ServiceClient()
     trainer = service.create_lora_training_client(base_model=base_model, rank=16, seed=0).result()
     tokenizer = trainer.get_tokenizer()
     prompts = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
-    params = types.SamplingParams(max_tokens=MAX_TOKENS, stop=[])
+    pending = request_samples(trainer, prompts)
     for step in range(STEPS):
-        sampler = trainer.save_weights_and_get_sampling_client().result()
-        pending = [
-            sampler.sample(types.ModelInput.from_ints(prompt), num_samples=SAMPLES, sampling_params=params)
-            for prompt in prompts
-        ]
         data, rewards = [], []
         for prompt, future in zip(prompts, pending, strict=True):
             samples = future.result().sequences
@@ -54,6 +64,8 @@ def main(base_model: str) -> None:
             mean = sum(group) / len(group)
             data += [datum(prompt, sample, r - mean) for sample, r in zip(samples, group, strict=True)]
             rewards += group
+        if ahead:  # generated while the model is trained
+            pending = request_samples(trainer, prompts)
         passes = trainer.forward_backward(data, loss_fn="importance_sampling")
         update = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
         outputs = passes.result().loss_fn_outputs
@@ -67,7 +79,12 @@ def main(base_model: str) -> None:
         print(
             f"step {step + 1}: reward {sum(rewards) / len(rewards):.3f}, difference {max(differences):.1e}", flush=True
         )
+        if not ahead:
+            pending = request_samples(trainer, prompts)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "models/tiny")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("base_model", nargs="?", default="models/tiny")
+    parser.add_argument("--ahead", action="store_true", help="sample for the next step while the model is trained")
+    main(**vars(parser.parse_args()))

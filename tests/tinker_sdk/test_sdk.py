@@ -31,8 +31,8 @@ class Server:
         """Run a Python program with the SDK against this server."""
         return run_python(program, *arguments, environment=self.variables, folder=self.folder)
 
-    def run_example(self, name: str) -> str:
-        return self.run((EXAMPLES / name).read_text(encoding="utf-8"))
+    def run_example(self, name: str, *arguments: str) -> str:
+        return self.run((EXAMPLES / name).read_text(encoding="utf-8"), *arguments)
 
 
 def start_server(folder: Path, *options: str) -> Server:
@@ -76,6 +76,18 @@ def test_sampled_log_probs_of_the_rl_loop_are_those_of_the_engine(server: Server
     assert max(rewards[4:]) > rewards[0]
     assert max(differences) < 1e-5
     assert max(differences) > 0
+
+
+def test_the_rl_loop_learns_from_samples_that_are_one_step_old(tmp_path: Path) -> None:
+    server = start_server(tmp_path, "sampling_ranks=1")
+    output = server.run_example("rl_loop.py", "--ahead")
+    assert stop_server(server) == 0
+    rewards = [float(text) for text in re.findall(r"reward ([\d.]+)", output)]
+    differences = [float(text) for text in re.findall(r"difference (\S+)", output)]
+    assert len(rewards) == 8
+    assert max(rewards[4:]) > rewards[0]
+    assert differences[0] < 1e-5  # sampled from the weights that are trained
+    assert min(differences[1:]) > 1e-3
 
 
 STATES = """

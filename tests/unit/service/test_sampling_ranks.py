@@ -3,22 +3,34 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from support.tinker_clients import Client, ClientModel, Failed, RunningServer, datum, read_samples, running_server
+from support.tinker_clients import (
+    Client,
+    ClientModel,
+    Failed,
+    InProcessRole,
+    RunningServer,
+    datum,
+    read_samples,
+    running_server,
+)
 from support.tiny import tiny_folder
 
 from camshaft.config.serve import ServeConfig, read_serve_config
 from camshaft.controller.process_pool import ProcessPool
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, WorkerError
 from camshaft.reshard import Snapshot, SnapshotMemory
 from camshaft.roles.served import ServedWorker
 from camshaft.roles.versions import LostWeightsError, ReceivedVersions, Versions
 from camshaft.rollout import BaseRollout, ExpectedWeights, RolloutEngineConfig, build_rollout
+from camshaft.service import sampling as samplers
+from camshaft.service.errors import CommandError
 from camshaft.service.process import RoleProcess
 
 DATA = [datum([5, 6, 7, 8, 9]), datum([10, 12, 14], weights=[0.5, -2.0]), datum([20, 21, 22, 23])]
@@ -66,7 +78,7 @@ def shared_samples(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_samples_equal_those_of_a_rank_that_also_trains(tmp_path: Path, ranks: int, shared_samples: list[Any]) -> None:
-    options = {"ranks": ranks, "sampling_ranks": ranks, "max_models": 2, "max_versions": 2}
+    options: dict[str, Any] = {"ranks": ranks, "sampling_ranks": ranks, "max_models": 2, "max_versions": 2}
     with running_server(tmp_path, **options) as server:
         own = all_samples(server.client())
     assert len({tuple(samples[0].tokens) for samples in own}) > 4
@@ -81,11 +93,13 @@ class HeldWorker(ServedWorker):
     """A worker whose training waits until `end` is set."""
 
     began, end = threading.Event(), threading.Event()
+    weights: Versions
 
     def __init__(self, config: ServeConfig):
         super().__init__(config)
         self.began.clear()
         self.end.clear()
+        HeldWorker.weights = self.versions
 
     def forward_backward(self, model_id: str, rows: Any, loss: str, options: Any, forward_only: bool) -> Any:
         self.began.set()
@@ -111,6 +125,40 @@ def test_samples_do_not_wait_for_training(tmp_path: Path) -> None:
         HeldWorker.end.set()
         assert model.wait(promise)
         assert read_samples(client.wait(unpublished))
+
+
+def test_a_postponed_sample_of_an_ended_session_leaves_no_weights(tmp_path: Path) -> None:
+    with running_server(tmp_path, worker=HeldWorker, sampling_ranks=1) as server:
+        client = server.client()
+        model = client.create_model()
+        model.train(model.next(), DATA)
+        assert HeldWorker.began.wait(60)
+        promise = client.submit_sample(client.sampler(0, base_model="tiny"), 0, PROMPT)
+        future = server.service.futures.find(promise["request_id"])
+        (name,) = server.service.versions.identifiers()
+        ending = threading.Thread(target=server.finish)
+        ending.start()
+        while any(session.identifier == client.session for session in server.service.sessions):
+            time.sleep(0.01)
+        HeldWorker.end.set()
+        ending.join()
+        assert future is not None
+        assert future.wait(60)  # with samples, or with the error that the session has ended
+        assert name not in HeldWorker.weights
+
+
+def test_weights_that_are_published_during_a_restart_are_kept(tmp_path: Path) -> None:
+    """The server removes files that no sampler uses after the commands that are left in the log."""
+    with running_server(tmp_path, worker=HeldWorker) as server:
+        client = server.client()
+        model = client.create_model()
+        model.train(1, DATA)
+        promise = model.command("save_weights_for_sampler", 2, sampling_session_seq_id=0)
+        threading.Timer(1.0, HeldWorker.end.set).start()  # while the server waits for its command to end
+    with running_server(tmp_path, worker=ServedWorker) as server:
+        client = Client(server.url, server.key, "tiny", session=client.session)
+        sampler = client.wait(promise)["sampling_session_id"]
+        assert client.sample(sampler, 0, PROMPT)
 
 
 @pytest.mark.parametrize("is_asleep", [False, True], ids=["sampling", "idle"])
@@ -222,9 +270,72 @@ def test_weights_that_cannot_be_read_are_an_error_and_not_a_loop(tmp_path: Path)
     with running_server(tmp_path, worker=Unreadable, sampling_ranks=1) as server:
         client = server.client()
         sampler = client.create_model().publish(0)
-        with pytest.raises(Failed, match=r"the process that has published the weights .* has ended"):
+        with pytest.raises(Failed, match=r"the weights \w+ are neither in memory nor in a file") as caught:
             client.sample(sampler, 0, PROMPT)
+        assert caught.value.category == "server"
         assert Unreadable.num_calls == 2
+
+
+# -- the processes, and their versions -------------------------------------------------------------------
+
+
+class FailsToRestart(InProcessRole):
+    """A role whose processes die while they are started for the second time."""
+
+    num_starts = 0
+
+    def _start(self) -> None:
+        super()._start()
+        self.num_starts += 1
+        if self.num_starts == 2:
+            raise WorkerError("rank 0 died: out of memory")
+
+
+def test_processes_that_die_at_their_start_are_started_again(tmp_path: Path) -> None:
+    config = read_serve_config([f"model={tiny_folder()}", f"folder={tmp_path}", "device=cpu"])
+    with FailsToRestart(config) as role:
+        role._stop()
+        with pytest.raises(WorkerError, match="out of memory"):
+            role.call("has_version", "v1")
+        assert role.call("has_version", "v1") is False
+        assert role.num_starts == 3
+
+
+class Recorded:
+    """A role that records its calls."""
+
+    generation = 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.calls.append(method)
+
+    call_ranks = call
+
+
+def test_weights_that_get_a_sampler_meanwhile_are_not_freed() -> None:
+    role: Any = Recorded()
+    versions = samplers.Versions(samplers.Roles(role, None, []), cast(Any, None), lambda _: None)
+    version, threads, found = versions.of_base("tiny"), list[threading.Thread](), list[Any]()
+
+    def find_unused() -> set[samplers.Version]:
+        threads.append(threading.Thread(target=lambda: found.append(versions.of_base("tiny"))))
+        threads[0].start()
+        threads[0].join(0.3)
+        assert not found  # it waits until the decision is made
+        return {version}
+
+    versions.forget(find_unused)
+    threads[0].join()
+    assert found[0] is not version
+    assert role.calls == ["forget_version"]
+    with pytest.raises(CommandError, match="the session of the sampler has ended"):
+        version.call_ranks("sample")
+    versions.forget(lambda: {version})  # of another session that has ended
+    found[0].call_ranks("sample")
+    assert role.calls == ["forget_version", "has_version", "publish_base", "sample"]
 
 
 # -- received weights ---------------------------------------------------------------------------------
@@ -250,7 +361,7 @@ def test_received_weights_are_in_memory_then_in_files_then_lost(tmp_path: Path, 
         received.load(f"v{number}", rollout)
         assert weights() == digests[number]
     published.remove("v1")
-    with pytest.raises(LostWeightsError, match="published the weights v1 has ended"):
+    with pytest.raises(LostWeightsError, match="the weights v1 are neither in memory nor in a file"):
         received.load("v1", rollout)
     received.remove("v0")
     received.load("v0", rollout)  # known only by its file, such as on another machine
