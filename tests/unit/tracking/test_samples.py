@@ -273,4 +273,5 @@ def test_files_deleted_because_of_the_limit_are_not_lost(
         for step in range(saved + 1, saved + 5):
             killed.write(batch_of(tokenizer), step)
         writer(**limit).start(saved, recorded)
-    assert caplog.messages == []
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("camshaft")]
+    assert messages == []  # a thread of a test of another library may still log
