@@ -50,7 +50,7 @@ class ServeConfig(Section):
     sampling_ranks: int = key(
         0,
         "Number of further worker processes that only sample, each on a device of its own, so that samples and "
-        "training run at the same time. With nnodes, on each of as many machines. 0: the ranks that train also sample.",
+        "training run at the same time. With nnodes=N, on each of N machines. 0: the ranks that train also sample.",
         ge=0,
     )
     nnodes: int = key(1, "Number of machines of a Ray cluster. They share `folder`.", ge=1)

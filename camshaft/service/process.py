@@ -4,12 +4,11 @@
         seats = role.call_ranks("create", "s:train:0", "models/tiny", None, 0)
         role.call("publish", "s:train:0", "v1")
 
-Calls of several threads run one after the other. A `Refusal` of the role is raised as `CommandError`. After a crash,
+Calls come from one thread at a time. A `Refusal` of the role is raised as `CommandError`. After a crash,
 `generation` is another number: the models of earlier generations are lost, and so are versions that are not in files.
 """
 
 import os
-import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -43,7 +42,6 @@ class RoleProcess:
             name, ranks, self._other_ranks = SAMPLER, config.sampling_ranks, config.ranks
         self.spec = PoolSpec(name, config.nnodes, ranks, device=config.device, roles=("served",))
         self.generation = 0
-        self._lock = threading.RLock()
         self._pool: Pool | None = None
         self._role: Any = None
 
@@ -58,18 +56,17 @@ class RoleProcess:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the role on all ranks. Start the processes first if one has died in an earlier call."""
-        with self._lock:
-            try:
-                if self._pool is None:
-                    self._start()
-                result = getattr(self._role, method)(*arguments)
-            except WorkerError:
-                self._stop()
-                self.generation += 1
-                raise
+        try:
+            if self._pool is None:
+                self._start()
+            result = getattr(self._role, method)(*arguments)
+        except WorkerError:
+            self._stop()
+            self.generation += 1
+            raise
         refusals = [found for found in (result if isinstance(result, list) else [result]) if isinstance(found, Refusal)]
-        for refusal in refusals:
-            raise (WeightsLost if refusal.has_lost_weights else CommandError)(refusal.message)
+        if refusals:
+            raise (WeightsLost if refusals[0].has_lost_weights else CommandError)(refusals[0].message)
         return result
 
     def call_ranks(self, method: str, *arguments: Any) -> list[Any]:

@@ -55,8 +55,9 @@ def main(base_model: str, ahead: bool) -> None:
     trainer = service.create_lora_training_client(base_model=base_model, rank=16, seed=0).result()
     tokenizer = trainer.get_tokenizer()
     prompts = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
-    pending = request_samples(trainer, prompts)
+    requested = []
     for step in range(STEPS):
+        pending = requested or request_samples(trainer, prompts)
         data, rewards = [], []
         for prompt, future in zip(prompts, pending, strict=True):
             samples = future.result().sequences
@@ -64,8 +65,8 @@ def main(base_model: str, ahead: bool) -> None:
             mean = sum(group) / len(group)
             data += [datum(prompt, sample, r - mean) for sample, r in zip(samples, group, strict=True)]
             rewards += group
-        if ahead:  # generated while the model is trained
-            pending = request_samples(trainer, prompts)
+        if ahead and step + 1 < STEPS:  # generated while the model is trained
+            requested = request_samples(trainer, prompts)
         passes = trainer.forward_backward(data, loss_fn="importance_sampling")
         update = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
         outputs = passes.result().loss_fn_outputs
@@ -79,8 +80,6 @@ def main(base_model: str, ahead: bool) -> None:
         print(
             f"step {step + 1}: reward {sum(rewards) / len(rewards):.3f}, difference {max(differences):.1e}", flush=True
         )
-        if not ahead:
-            pending = request_samples(trainer, prompts)
 
 
 if __name__ == "__main__":
