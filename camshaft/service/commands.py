@@ -24,6 +24,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -251,26 +252,27 @@ def failure_of(error: Exception) -> Result:
 
 
 class Repetitions:
-    """Numbered requests that have been accepted, so that a repeated one gets the future of the first."""
+    """Numbered requests that have been accepted, so that a repeated one gets the future of the first.
+
+    A request is known as long as its future is.
+    """
 
     def __init__(self, subject: str):
         self.subject = subject
         """Name of a request in errors, such as "command"."""
-        self._accepted: dict[int, tuple[bytes, Future]] = {}
+        self._accepted: weakref.WeakValueDictionary[int, Future] = weakref.WeakValueDictionary()
 
     def find(self, number: int, digest: bytes) -> Future | None:
         """Return the future of the request, or None for a new number. Raise `Refused` if its body was another one."""
-        if number not in self._accepted:
-            return None
-        known, future = self._accepted[number]
-        if known != digest:
+        future = self._accepted.get(number)
+        if future is not None and future.digest != digest:
             raise Refused(
                 f"{self.subject} {number} was already sent with another body, which has been accepted; use a new number"
             )
         return future
 
-    def add(self, number: int, digest: bytes, future: Future) -> None:
-        self._accepted[number] = digest, future
+    def add(self, number: int, future: Future) -> None:
+        self._accepted[number] = future
 
 
 class CommandLog:
@@ -295,11 +297,12 @@ class CommandLog:
             if future is None:
                 if number < self._next:
                     raise Refused(
-                        f"command {number} arrived too late (gap_timeout): the commands that waited for it have "
-                        "failed; send it, and them, with new numbers"
+                        f"command {number} arrived too late: the commands that waited for it have failed "
+                        "(gap_timeout), or it has run, and its result has expired (result_ttl); send commands that "
+                        "have not run with new numbers"
                     )
                 admit()
-                future = self.futures.create(session_of(self.subject), (self.subject, number))
+                future = self.futures.create(session_of(self.subject), (self.subject, number), digest=digest)
                 entry = Entry(self.subject, number, kind, digest, future.identifier, content)
                 self.queue.store.write(add_entry(entry))
                 self._accept(entry, future)
@@ -308,18 +311,21 @@ class CommandLog:
 
     def restore(self, entry: Entry) -> None:
         """Add an entry of the log after a restart. Entries are added in the order of their numbers."""
+        if entry.is_expired:
+            self._next = entry.number + 1
+            return
         future = restore_future(self.futures, entry)
         if entry.result is None and entry.abandoned is None:
             self._accept(entry, future)
             return
-        self._repetitions.add(entry.number, entry.digest, future)
+        self._repetitions.add(entry.number, future)
         self._next = entry.number + 1
         if entry.result is None:
             self._abandon(self.prepare(entry, future), f"{entry.abandoned}")
 
     def _accept(self, entry: Entry, future: Future) -> None:
         """Queue a command, and those that have waited for it, or let it wait for an earlier one."""
-        self._repetitions.add(entry.number, entry.digest, future)
+        self._repetitions.add(entry.number, future)
         if not self._waiting:
             self._waiting_since = time.monotonic()
         self._waiting[entry.number] = self.prepare(entry, future)
@@ -350,12 +356,12 @@ class CommandLog:
         self.queue.put(replace(command.job, execute=lambda _: [command.abandon(reason)]))
 
 
-def restore_future(futures: Futures, entry: Entry) -> Future:
+def restore_future(futures: Futures, entry: Entry, is_kept: bool = False) -> Future:
     """Create the future of an entry of the log, with its result if it has one."""
-    future = futures.create(session_of(entry.subject), (entry.subject, entry.number), entry.future)
+    key = entry.subject, entry.number
+    future = futures.create(session_of(entry.subject), key, entry.future, entry.digest, is_kept)
     if entry.result is not None:
         future.resolve(entry.result)
-        future.is_expired = entry.is_expired
     return future
 
 

@@ -132,7 +132,7 @@ class Service:
         if sampler is None:
             return
         future = restore_future(self.futures, entry)
-        sampler.repetitions.add(entry.number, entry.digest, future)
+        sampler.repetitions.add(entry.number, future)
         if entry.result is None:
             request, _ = schemas.read(schemas.Sample, json.loads(entry.content or b""))
             self.sampling_queue.put(sampler.job(future, request))
@@ -142,9 +142,9 @@ class Service:
         if creation.record.base_model not in self.bases:
             logger.warning("%s needs the base model %s, which is not served", entry.subject, creation.record.base_model)
             return
-        model, future = self._new_model(session, number, creation), restore_future(self.futures, entry)
+        model, future = self._new_model(session, number, creation), restore_future(self.futures, entry, is_kept=True)
         session.models[number] = model
-        session.creations.add(number, entry.digest, future)
+        session.creations.add(number, future)
         if entry.result is None:
             self.queue.put(model.create(future))
         else:
@@ -204,7 +204,7 @@ class Service:
             for model in session.models.values():
                 self.queue.put(model.end(Future(session.identifier)))
         self.sampling_queue.put(Job(Future(session.identifier), lambda _: [self._end_sampling(session, end)]))
-        self.futures.forget(lambda future: future.session == session.identifier)
+        self.futures.forget(session.identifier)
         logger.info("session %s has ended", session.identifier)
         return end
 
@@ -220,6 +220,7 @@ class Service:
 
     def _forget(self, session: Session) -> Result:
         """Free the weights that no sampler uses any more, and forget the session in the log."""
+        self.queue.times.forget(session.identifier)
         for model in session.models.values():
             model.remove_states()
         self.versions.forget(lambda: self._unused_versions(session))
@@ -245,9 +246,8 @@ class Service:
                     self._end(session)
                 for model in list(session.models.values()):
                     model.log.end_gap(self.config.gap_timeout)
-            for future, error in self.futures.expire(self.config.result_ttl):
-                if future.key is not None:
-                    self.store.write(expire_result(future, error))
+            for future in self.futures.expire(self.config.result_ttl):
+                self.store.write(expire_result(future))
             if now - swept_at > CHECKPOINT_SECONDS:
                 swept_at = now
                 self.sweep_checkpoints()
@@ -294,10 +294,10 @@ class Service:
                 self._make_room()
                 self._check_disk()
                 session.models[number] = model = self._new_model(session, number, creation)
-                future = self.futures.create(session.identifier, (model_id, 0))
+                future = self.futures.create(session.identifier, (model_id, 0), digest=digest, is_kept=True)
                 kind = "create_model" if creation.path is None else "load_weights"
                 self.store.write(add_entry(Entry(model_id, 0, kind, digest, future.identifier, write_json(creation))))
-                session.creations.add(number, digest, future)
+                session.creations.add(number, future)
                 self.queue.put(model.create(future))
         self.store.flush()
         return {"request_id": future.identifier, "model_id": model_id}
@@ -393,12 +393,13 @@ class Service:
         future = self.futures.find(body.request_id)
         if future is None:
             raise Refused(
-                f"there is no result {body.request_id}: its session has ended, or its base model is not served any "
-                "more; create a new ServiceClient",
+                f"there is no result {body.request_id}: it was fetched more than {self.config.result_ttl:g} s ago "
+                "(result_ttl), its session has ended, or its base model is not served any more; send the request again "
+                "with a new number, or create a new ServiceClient",
                 HTTPStatus.GONE,
             )
         check_owner(self.sessions.find(future.session, owner).owner, owner)
-        return future.wait(seconds)
+        return self.futures.fetch(future, seconds)
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -443,10 +444,10 @@ class Service:
                         "of them before the next sample",
                         HTTPStatus.TOO_MANY_REQUESTS,
                     )
-                future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id))
+                future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id), digest=digest)
                 entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
                 self.store.write(add_entry(entry))
-                sampler.repetitions.add(body.seq_id, digest, future)
+                sampler.repetitions.add(body.seq_id, future)
                 self.sampling_queue.put(sampler.job(future, body))
         self.store.flush()
         samples = [f"{future.identifier}-{row}" for row in range(max(body.num_samples, 0))]

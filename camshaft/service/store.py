@@ -66,7 +66,7 @@ class Entry:
     """Reason why the command is not executed."""
     result: Result | None = None
     is_expired: bool = False
-    """True if the result has been replaced by the error that it is not kept any longer."""
+    """True if the result is empty, because it is not kept any longer."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,11 @@ def session_of(subject: str) -> str:
     return subject.partition(":")[0]
 
 
+def kind_of(subject: str) -> str:
+    """Return `train` for a model, and `sample` for a sampler."""
+    return subject.split(":")[1]
+
+
 def add_session(session: str, owner: str) -> Statement:
     return "INSERT INTO sessions VALUES (?, ?)", (session, owner)
 
@@ -255,11 +260,12 @@ def set_result(future: Future, result: Result, keeps_content: bool) -> Statement
     return f"{text} WHERE subject = ? AND number = ?", (result.body, result.kind, result.has_failed, *future.key)
 
 
-def expire_result(future: Future, result: Result) -> Statement:
-    """Replace a result that is not kept any longer by an error."""
+def expire_result(future: Future) -> Statement:
+    """Drop a result that is not kept any longer. A command of a model keeps its number, and the content for replays."""
     assert future.key is not None
-    text = "UPDATE entries SET is_expired = 1, result = ?, media = ?, has_failed = 1 WHERE subject = ? AND number = ?"
-    return text, (result.body, result.kind, *future.key)
+    if kind_of(future.key[0]) == "sample":
+        return "DELETE FROM entries WHERE subject = ? AND number = ?", future.key
+    return "UPDATE entries SET is_expired = 1, result = x'' WHERE subject = ? AND number = ?", future.key
 
 
 def set_state(model_id: str, number: int, is_unsaved: bool) -> tuple[Statement, ...]:

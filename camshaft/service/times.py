@@ -55,6 +55,7 @@ class _Session:
     present: float = 0.0
     train: float = 0.0
     sample: float = 0.0
+    has_ended: bool = False
 
 
 class SessionTimes:
@@ -79,6 +80,13 @@ class SessionTimes:
             entry.num_jobs -= 1
             if not entry.num_jobs:
                 entry.present += time.monotonic() - entry.since
+                if entry.has_ended:
+                    del self._sessions[session]
+
+    def forget(self, session: str) -> None:
+        """Forget a session after its last job, which calls this."""
+        with self._lock:
+            self._sessions[session].has_ended = True
 
     @contextlib.contextmanager
     def working(self, shares: Mapping[str, float], kind: Kind) -> Iterator[None]:
@@ -89,8 +97,8 @@ class SessionTimes:
             yield
         finally:
             with self._lock:
-                for session, entry in self._sessions.items():
-                    seconds = self._seconds_of(session, kind)
+                for session in shares:
+                    entry, seconds = self._sessions[session], self._seconds_of(session, kind)
                     if kind == TRAIN:
                         entry.train += seconds
                     else:

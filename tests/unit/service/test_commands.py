@@ -1,5 +1,6 @@
 """Order, repetitions and batches of jobs, without a role."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ import pytest
 
 from camshaft.errors import WorkerError
 from camshaft.service import commands
-from camshaft.service.commands import Command, CommandLog, Job, JobQueue, digest_of
+from camshaft.service.commands import Command, CommandLog, Job, JobQueue, Repetitions, digest_of
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.store import LOG, Entry, Store
@@ -203,13 +204,52 @@ def test_a_future_is_pending_until_it_is_resolved_and_then_fetched_by_all() -> N
     for thread in threads:
         thread.join(30.0)
     assert results == [Result(b'{"a": 1}')] * 3
-    assert future.expire(1000.0) is None
-    assert future.wait(0.0) == results[0]
-    assert future.expire(-1.0) == future.wait(0.0)
-    assert future.expire(-1.0) is None
-    expired = future.wait(0.0)
-    assert expired is not None
-    assert b"is not kept any longer" in expired.body
+
+
+def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("camshaft.service.futures.time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    results, repetitions = Futures(), Repetitions("sample")
+    names = ("pending", "unread", "kept", "first", "second")
+    created = {name: results.create("s", ("s:sample:0", 1), digest=b"d", is_kept=name == "kept") for name in names}
+    for number, future in enumerate(created.values()):
+        repetitions.add(number, future)
+        if future is not created["pending"]:
+            future.resolve(Result.of_json({}))
+    assert results.num_pending("s") == 1
+    for name in ("pending", "kept", "first"):
+        results.fetch(created[name], 0.0)
+    now = 109.0
+    for name in ("first", "second"):  # the first answer counts
+        results.fetch(created[name], 0.0)
+    now = 111.0
+    assert results.expire(10.0) == [created["first"]]
+    assert results.expire(10.0) == []
+    identifiers = [future.identifier for future in created.values()]
+    del created, future
+    gc.collect()
+    assert [results.find(identifier) is not None for identifier in identifiers] == [True, True, True, False, True]
+    assert [repetitions.find(number, b"d") is not None for number in range(5)] == [True, True, True, False, True]
+    results.forget("s")
+    assert results.num_pending("s") == 0
+    assert not any(map(results.find, identifiers))
+
+
+def test_results_of_others_do_not_slow_a_request_down() -> None:
+    results, begin = Futures(), time.perf_counter()
+    for _ in range(20_000):
+        results.fetch(create_result(results), 0.0)
+    middle = time.perf_counter()
+    for _ in range(500):
+        assert results.num_pending("other") == 0
+        assert results.expire(1000.0) == []
+    assert time.perf_counter() - middle < (middle - begin) / 2
+
+
+def create_result(results: Futures) -> Future:
+    future = results.create("s")
+    future.resolve(Result.of_json({}))
+    return future
 
 
 def test_the_digest_depends_on_the_kind_of_the_request() -> None:

@@ -176,3 +176,16 @@ def test_times_are_those_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> 
     spent: Any = clock.now("a") - start
     assert (spent.step, spent.client, spent.train, spent.sample) == (20.0, 5.0, 4.0, 2.0)
     assert spent.queue == 9.0  # three behind b, and six that the rows of b took
+
+
+def test_times_of_a_session_are_forgotten_after_its_last_job() -> None:
+    clock = SessionTimes()
+    for session in ("a", "a", "b"):
+        clock.added(session)
+    clock.forget("a")
+    clock.finished("a")
+    with clock.working({"a": 1.0}, "sample"):  # that was running when the session ended
+        pass
+    clock.finished("a")
+    clock.finished("b")
+    assert list(clock._sessions) == ["b"]

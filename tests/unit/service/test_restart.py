@@ -1,6 +1,7 @@
 """A server that is killed and started again continues where its log ends."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,37 @@ def test_delivered_results_and_their_digests_survive_a_kill(server: ServedFork) 
     assert "was already sent with another body" in model.step(2, 422, learning_rate=0.5)["detail"]
     with pytest.raises(Failed, match=r"changed no weight and cleared the gradients.*999"):
         model.wait(model.step(4))
+
+
+def test_fetched_results_expire_and_no_command_runs_again(tmp_path: Path) -> None:
+    with ServedFork(tmp_path, result_ttl=0.1) as server:
+        client = server.client()
+        body = {"session_id": client.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+        creation = client.post("create_model", **body)
+        model = ClientModel(client, client.wait(creation)["model_id"])
+        sampler = client.sampler(0, base_model=BASE)
+        promises = [model.train(1, DATA), model.step(2), client.submit_sample(sampler, 1, [5, 6], 2)]
+        results = [client.wait(promise) for promise in promises]
+        trained = model.log_probs(3, DATA)
+        for _ in range(2):  # also after a kill
+            for promise in promises:
+                wait_until_expired(client, promise)
+            assert client.post("create_model", **body) == creation
+            assert client.wait(creation)["model_id"] == model.identifier
+            assert "it has run, and its result has expired" in model.step(2, 422)["detail"]
+            assert server.query("SELECT number FROM entries WHERE subject = ?", sampler) == []
+            restart(server)
+        again = client.wait(client.submit_sample(sampler, 1, [5, 6], 2))
+        assert [row.tokens for row in read_samples(again)] == [row.tokens for row in read_samples(results[2])]
+        assert model.log_probs(4, DATA) == trained
+
+
+def wait_until_expired(client: Client, promise: dict[str, Any]) -> None:
+    deadline = time.monotonic() + 60
+    while (answer := fetch(client, promise))[0] != 410:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert b"it was fetched more than 0.1 s ago (result_ttl)" in answer[1]
 
 
 def fetch(client: Client, promise: dict[str, Any]) -> tuple[int, bytes]:
