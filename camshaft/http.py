@@ -13,8 +13,8 @@ so that pages of other sites cannot reach the server from a browser. A server wi
 where it has any name.
 The service then permits or refuses it by its headers, before the body is read. The limits bound connections, bodies,
 and the time in which a client sends a request or reads a reply. If there are too many connections, a further one
-replaces the one without a request in progress that has been without a permitted request for the longest time. Requests
-are not logged, because they contain keys.
+replaces the one without a request in progress that has been without a permitted request for the longest time. If all
+have one, its request is answered with 429. Requests are not logged, because they contain keys.
 """
 
 import contextlib
@@ -46,6 +46,10 @@ _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 2.0
 """Time in which a server accepts a connection to its Unix socket."""
+MAX_SURPLUS = 32
+"""Maximum number of connections beyond the limit, each of which gets one answer."""
+_SURPLUS_SECONDS = 5.0
+"""Time limit for the request of such a connection."""
 _BEARER = re.compile(r"^Bearer +(\S+) *$", re.IGNORECASE)
 
 
@@ -58,6 +62,8 @@ class ServerLimits:
     """Maximum number of bytes of the body of a request."""
     seconds: float = 30.0
     """Maximum time to receive a request, to send a part of a reply, and between two requests of a connection."""
+    body_option: str = ""
+    """Option of the command that sets `body`, for errors."""
 
 
 class Request(NamedTuple):
@@ -134,6 +140,8 @@ class LocalServer(ThreadingHTTPServer):
         self._idle: dict[Any, None] = {}
         """Connections without a permitted request in progress, in the order of their last permitted request."""
         self._busy: set[Any] = set()
+        self._surplus: set[Any] = set()
+        """Connections beyond the limit."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         if socket_path is None:
@@ -174,19 +182,24 @@ class LocalServer(ThreadingHTTPServer):
         if self.socket_path is not None:
             _remove_socket(self.socket_path, self._socket_file)
         with self._lock:
-            connections = [*self._idle, *self._busy]
+            connections = [*self._idle, *self._busy, *self._surplus]
         for connection in connections:
             _shut_down(connection)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread. Close one that is idle, or else this one, if there are too many."""
+        """Handle a connection in a thread. Close one that is idle, or else refuse this one, if there are too many."""
         closed = None
         with self._lock:
-            if len(self._idle) + len(self._busy) >= self.limits.connections:
-                closed = next(iter(self._idle), request)
-                self._idle.pop(closed, None)
-            if closed is not request:
+            is_full = len(self._idle) + len(self._busy) >= self.limits.connections
+            if not is_full or self._idle:
+                if is_full:
+                    closed = next(iter(self._idle))
+                    del self._idle[closed]
                 self._idle[request] = None
+            elif len(self._surplus) < MAX_SURPLUS:
+                self._surplus.add(request)
+            else:
+                closed = request
         if closed is request:
             self.shutdown_request(request)
             return
@@ -208,8 +221,14 @@ class LocalServer(ThreadingHTTPServer):
                     self._busy.remove(connection)
                     self._idle[connection] = None
 
+    def is_surplus(self, connection: Any) -> bool:
+        """Return True if there were too many connections when this one was opened."""
+        with self._lock:
+            return connection in self._surplus
+
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
+            self._surplus.discard(request)
             self._idle.pop(request, None)
             self._busy.discard(request)
         super().shutdown_request(request)
@@ -257,7 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         if self.server.socket_path is None:
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-        self._reader = _Reader(self.connection, self.server.limits.seconds)
+        self._is_surplus = self.server.is_surplus(self.connection)
+        seconds = self.server.limits.seconds
+        self._reader = _Reader(self.connection, min(seconds, _SURPLUS_SECONDS) if self._is_surplus else seconds)
         self.rfile = cast(Any, io.BufferedReader(self._reader))
 
     def handle_one_request(self) -> None:
@@ -265,6 +286,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._reader.wait()
 
     def _serve(self) -> None:
+        if self._is_surplus:
+            text = f"429: {self.server.limits.connections} connections are busy; try again\n"
+            self._send(Reply(HTTPStatus.TOO_MANY_REQUESTS, text.encode(), headers={"Retry-After": "1"}, close=True))
+            return
         try:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, max_num_fields=MAX_FIELDS)
@@ -296,7 +321,9 @@ class _Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers or not text.isdecimal():
             return Reply(HTTPStatus.LENGTH_REQUIRED, b"411: send the body with a Content-Length\n", close=True)
         if len(text) > 18 or int(text) > self.server.limits.body:
-            text = f"413: the body has more than {self.server.limits.body} bytes\n"
+            option = self.server.limits.body_option
+            remedy = f", or start the server with a larger {option}" if option else ""
+            text = f"413: the body has more than {self.server.limits.body} bytes; send less at once{remedy}\n"
             return Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text.encode(), close=True)
         return None
 

@@ -7,6 +7,7 @@ camshaft serve new_key=alice keys=keys.txt model=models/tiny
 
 import contextlib
 import logging
+import resource
 import sys
 import textwrap
 import time
@@ -21,6 +22,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MEGABYTE = 2**20
 POLL_SECONDS = 0.1
 """Interval at which the command checks whether a signal has arrived."""
+MAX_CLIENTS = 8
+"""Number of clients that may have as many open polls as the SDK sends, at the same time."""
+SPARE_FILES = 256
+"""Number of files that the server opens besides connections."""
 REQUEST_SECONDS = 60.0
 """Time limit for sending and receiving a request, and between two requests of a connection."""
 
@@ -80,7 +85,8 @@ def serve(config: ServeConfig) -> int:
     keys = Keys.load(folder, None if config.keys is None else Path(config.keys))
     logging.basicConfig(filename=folder / "log.txt", level=logging.INFO, format=LOG_FORMAT)
     logging.getLogger(history.__name__).addHandler(logging.StreamHandler())  # what each model waits for
-    limits = ServerLimits(2 * MAX_POLLS, config.max_megabytes * MEGABYTE, REQUEST_SECONDS)
+    connections = allow_connections(MAX_CLIENTS * MAX_POLLS)
+    limits = ServerLimits(connections, config.max_megabytes * MEGABYTE, REQUEST_SECONDS, "max_megabytes")
     with lock, RoleProcess(config) as role, contextlib.ExitStack() as stack:
         sampler = stack.enter_context(RoleProcess(config, SamplingWorker)) if config.sampling_ranks else None
         service = Service(config, role, sampler)
@@ -97,3 +103,13 @@ def serve(config: ServeConfig) -> int:
                     time.sleep(POLL_SECONDS)
         service.close()
     return 0
+
+
+def allow_connections(count: int) -> int:
+    """Let this process open a number of connections. Return the number that the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(limit - SPARE_FILES, 1)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from camshaft.errors import ConfigError
-from camshaft.http import LocalServer, Reply, Request, ServerLimits, bearer_token, json_reply
+from camshaft.http import MAX_SURPLUS, LocalServer, Reply, Request, ServerLimits, bearer_token, json_reply
 
 SECONDS = 0.6
-LIMITS = ServerLimits(connections=8, body=1000, seconds=SECONDS)
+LIMITS = ServerLimits(connections=8, body=1000, seconds=SECONDS, body_option="max_size")
 LONG = b"x" * 100
 
 
@@ -131,7 +131,9 @@ def test_a_large_body_is_refused_unread(port: int, echo: Echo) -> None:
     for length in (1001, 10**15, int("9" * 400)):
         reply = rest(connect(port, head(length)))
         assert reply.startswith(b"HTTP/1.1 413")
-        assert b"the body has more than 1000 bytes" in reply
+        assert (
+            b"the body has more than 1000 bytes; send less at once, or start the server with a larger max_size" in reply
+        )
     assert echo.answered == 1
 
 
@@ -197,21 +199,38 @@ def test_idle_connections_give_way_and_busy_ones_do_not(port: int, echo: Echo) -
         assert silent.recv(1) == b""
         wait_for(lambda: (last := hold(port)) is not None and held.append(stack.enter_context(last)) is None)
         wait_for(lambda: echo.answered == len(held) + 1)
-        assert rest(connect(port, head(0))) == b""  # all are busy
+        refused = rest(connect(port, head(0))).decode()  # all are busy
+        assert refused.startswith("HTTP/1.1 429")
+        assert "Retry-After: 1\r\n" in refused
+        assert refused.endswith("429: 8 connections are busy; try again\n")
         echo.release.set()
         assert all(client.recv(12) == b"HTTP/1.1 200" for client in held)
 
 
+def test_few_connections_beyond_the_limit_get_an_answer(echo: Echo) -> None:
+    with LocalServer(echo, ServerLimits(LIMITS.connections)) as server, contextlib.ExitStack() as stack:
+        server.start()
+        for _ in range(LIMITS.connections):
+            stack.enter_context(connect(server.server_port, head(0, "/held")))
+        wait_for(lambda: echo.answered == LIMITS.connections)
+        silent = list[socket.socket]()
+        for number in range(1, MAX_SURPLUS + 1):
+            silent.append(stack.enter_context(connect(server.server_port)))
+            wait_for(lambda number=number: len(server._surplus) == number)
+        assert rest(connect(server.server_port, head(0))) == b""
+        silent[0].close()
+        wait_for(lambda: rest(connect(server.server_port, head(0))).startswith(b"HTTP/1.1 429"))
+        echo.release.set()
+
+
 def hold(port: int) -> socket.socket | None:
-    """Return the connection of a held request, or None if the server has closed it, because others were still busy."""
+    """Return the connection of a held request, or None if the server has refused it, because others were still busy."""
     client = connect(port, head(0, "/held"))
     client.settimeout(0.2)
     with contextlib.suppress(ConnectionError):
         try:
-            closed = client.recv(1) == b""
+            client.recv(1)
         except TimeoutError:
-            closed = False
-        if not closed:
             client.settimeout(20)
             return client
     client.close()
