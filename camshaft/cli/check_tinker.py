@@ -6,16 +6,20 @@ camshaft check-tinker http://127.0.0.1:8080 key=tml-... model=models/tiny
 import argparse
 import os
 import shlex
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
+from urllib.parse import urlsplit
 
 from camshaft.cli.check import add_report_options, report
 from camshaft.errors import ConfigError
 from camshaft.masking import remember_arguments
 
 KEYS = ("key", "model", "base", "other_key", "dtype", "gap_timeout")
+END_SECONDS = 10.0
+"""Time limit for the server to end after the command that restarts it."""
 RESTART_SECONDS = 120.0
 """Time limit for the server to answer after a restart."""
 
@@ -31,20 +35,28 @@ def main(argv: Sequence[str]) -> int:
 
     client = Client(options.url.rstrip("/"), values["key"], values.get("base", ""))
 
+    def served() -> list[str]:
+        models = client.call("GET", "get_server_capabilities")["supported_models"]
+        return [model["model_name"] for model in models]
+
     def is_up() -> bool:
         try:
-            client.call("GET", "get_server_capabilities")
-        except (OSError, HTTPException, Refused):
+            served()
+        except (OSError, HTTPException, Refused, ValueError, LookupError, TypeError):
             return False
         return True
 
     try:
-        models = client.call("GET", "get_server_capabilities")["supported_models"]
+        base = _choose_base(values.get("base"), served())
     except Refused as error:
         raise ConfigError(f"{client.url} refuses the first request: {error}. Check key= and the URL") from error
     except (OSError, HTTPException) as error:
         raise ConfigError(f"{client.url} does not answer: {error}. Check the URL") from error
-    base = _choose_base(values.get("base"), [model["model_name"] for model in models])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{client.url} is not a server of the Tinker API: get_server_capabilities has no list of models "
+            f"({type(error).__name__}: {error}). Check the URL"
+        ) from error
     target = Target(
         client.url,
         client.key,
@@ -53,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         dtype=values.get("dtype", "float32"),
         gap_timeout=float(values.get("gap_timeout", 300)),
         other_key=values.get("other_key"),
-        restart=_restart(options.restart, is_up) if options.restart else None,
+        restart=_restart(options.restart, client.url, is_up) if options.restart else None,
     )
     return report(client.url, RULES, lambda rules: check_tinker(target, rules), options)
 
@@ -84,11 +96,19 @@ def _choose_base(name: str | None, served: Sequence[str]) -> str:
     return name
 
 
-def _restart(command: str, is_up: Callable[[], bool]) -> Callable[[], None]:
-    """Return a function that runs a command and waits until the server answers."""
+def _restart(command: str, url: str, is_up: Callable[[], bool]) -> Callable[[], None]:
+    """Return a function that runs a command, and waits until the server has ended and answers again."""
+    parts = urlsplit(url)
+    address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
     def restart() -> None:
-        subprocess.run(shlex.split(command), check=True)
+        with socket.create_connection(address, RESTART_SECONDS) as connection:
+            subprocess.run(shlex.split(command), check=True, timeout=RESTART_SECONDS)
+            if not _is_closed(connection):
+                raise ConfigError(
+                    f"the server was not killed: {END_SECONDS:g} s after --restart {command}, a connection from before "
+                    "is open. Correct the command, and use a URL without a proxy"
+                )
         deadline = time.monotonic() + RESTART_SECONDS
         while not is_up():
             if time.monotonic() > deadline:
@@ -96,6 +116,17 @@ def _restart(command: str, is_up: Callable[[], bool]) -> Callable[[], None]:
             time.sleep(0.2)
 
     return restart
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return True if the other side closes a connection."""
+    connection.settimeout(END_SECONDS)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 def _parser() -> argparse.ArgumentParser:

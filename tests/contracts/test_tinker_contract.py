@@ -2,18 +2,34 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from http.client import BadStatusLine
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_tinker import ALSO_BREAKS, CAUGHT_BY, IsStrict, RefusesScores, Routes, running_twin
+from support.broken_tinker import (
+    ALSO_BREAKS,
+    CAUGHT_BY,
+    GAP_SECONDS,
+    IsStrict,
+    PollsWith200,
+    RefusesAtOnce,
+    RefusesScores,
+    Routes,
+    running_twin,
+)
 
-from camshaft.cli import main
+from camshaft.cli import check_tinker, main
 from camshaft.contracts.rules import NotClaimed, Rule, check_claimed
-from camshaft.contracts.tinker import handshake, losses, order, sampling, scoring, states, updates
+from camshaft.contracts.tinker import client, handshake, losses, order, sampling, scoring, states, updates
+from camshaft.contracts.tinker.client import Client
 from camshaft.contracts.tinker.harness import Target, TinkerHarness
 from camshaft.contracts.tinker.suite import RULES
+from camshaft.errors import ConfigError
+from camshaft.http import LocalServer, Reply, Request, ServerLimits
 
 BY_NAME = {rule.name: rule for rule in RULES}
 MODULES = (handshake, losses, updates, order, sampling, scoring, states)
@@ -91,6 +107,69 @@ def test_a_server_that_refuses_a_feature_does_not_claim_its_rule(
         arguments = [f"key={target.key}", f"model={target.folder}", "--rule", "prompts have log"]
         assert main(["check-tinker", target.url, *arguments]) == 0
     assert "1 of 2 rules hold, 1 are not claimed" in capsys.readouterr().out
+
+
+def test_a_server_may_answer_polls_with_200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SECONDS", GAP_SECONDS / 2)  # in which other results arrive
+    with running_twin(PollsWith200, tmp_path) as target, TinkerHarness(target) as harness:
+        BY_NAME["gaps end"].check(harness)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "failed chunks fail the step",
+        "models are usable after failures",
+        "steps need gradients",
+        "invalid settings are errors",
+    ],
+)
+def test_a_server_may_refuse_commands_at_once(name: str, tmp_path: Path) -> None:
+    with running_twin(RefusesAtOnce, tmp_path) as target, TinkerHarness(target) as harness:
+        BY_NAME[name].check(harness)
+
+
+class Page:
+    """A server of something else, with the same body for all requests."""
+
+    def __init__(self, body: bytes):
+        self.body = body
+
+    def refuse(self, request: Request) -> Reply | None:
+        return None
+
+    def answer(self, request: Request) -> Reply:
+        return Reply(200, self.body)
+
+
+@pytest.mark.parametrize("body", [b"<html></html>", b"{}", b"[]", b'{"supported_models": [{"name": "a"}]}'])
+def test_another_server_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalServer(Page(body), ServerLimits()) as server:
+        server.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["check-tinker", url, "key=tml-x", "model=m"]) == 2
+    assert f"{url} is not a server of the Tinker API" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_session_that_cannot_be_ended_does_not_end_the_suite(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(client: Client) -> None:
+        raise BadStatusLine("x")
+
+    monkeypatch.setattr(Client, "finish", fail)
+    with TinkerHarness(target) as harness:
+        harness.client()
+
+
+def test_a_restart_that_does_not_kill_the_server_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_tinker, "END_SECONDS", 0.2)
+    program = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    command = [sys.executable, "-c", f"{program}; time.sleep(600)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        with pytest.raises(ConfigError, match=r"the server was not killed: .* --restart true, a connection"):
+            check_tinker._restart("true", url, lambda: True)()
+        check_tinker._restart(f"kill -9 {process.pid}", url, lambda: True)()
 
 
 def test_every_rule_has_a_broken_server() -> None:

@@ -26,8 +26,9 @@ from camshaft.http import Reply, Request, json_reply
 from camshaft.roles.served import ServedModel, ServedWorker
 from camshaft.rollout import SamplingParams
 from camshaft.seat import Seat
-from camshaft.service import keys
+from camshaft.service import codec, keys
 from camshaft.service.app import App
+from camshaft.service.errors import CommandError
 from camshaft.wire import messages
 from support.tinker_clients import BASE, RunningServer, running_server
 from support.tiny import tiny_folder
@@ -315,6 +316,30 @@ class ForgetsCommands(Routes):
 
 class ForgetsSamplers(ForgetsCommands):
     """Keep saved weights, and no sampler."""
+
+
+class PollsWith200(Routes):
+    """Answer a poll of a pending promise with the other status that the SDK knows. No rule is broken."""
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        return replace(reply, status=200) if route == "retrieve_future" and reply.status == 408 else reply
+
+
+class RefusesAtOnce(Routes):
+    """Refuse commands that would fail, and then wait for others with their numbers. No rule is broken."""
+
+    def answer(self, request: Request) -> Reply:
+        if request.path.endswith("forward_backward"):
+            message = messages.ForwardBackwardRequest.FromString(request.body)
+            try:
+                codec.read_rows(message, codec.read_loss(message)[0], self.service.limits[BASE])
+            except CommandError as error:
+                return json_reply({"detail": str(error)}, 422)
+            if not message.forward_only:
+                self.seen[message.model_id] = True
+        if request.path.endswith("optim_step") and not self.seen.pop(json.loads(request.body)["model_id"], False):
+            return json_reply({"detail": "there are no gradients"}, 422)
+        return super().answer(request)
 
 
 class RefusesScores(Routes):

@@ -15,7 +15,7 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -77,6 +77,11 @@ def send(
             connection.request(method, parts.path + path, body, dict(headers))
         reply = connection.getresponse()
         return Answer(reply.status, reply.headers.get("Content-Type", ""), reply.read())
+
+
+def is_pending(status: int, content: bytes) -> bool:
+    """Return True for the answer to a poll of a promise that has no result yet."""
+    return status == 408 or (content.startswith(b"{") and json.loads(content).get("type") == "try_again")
 
 
 def datum(
@@ -210,21 +215,20 @@ class Client:
         """Ask once for the result of a promise."""
         return self.request("retrieve_future", json.dumps({"request_id": promise["request_id"]}).encode())
 
-    def fetch(self, promise: Mapping[str, Any]) -> bytes:
-        """Return the body of the result of a promise."""
-        deadline = time.monotonic() + SECONDS
+    def fetch(self, promise: Mapping[str, Any], seconds: float = SECONDS) -> bytes:
+        """Return the body of the result of a promise. Raise `TimeoutError` if it is pending after `seconds`."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             status, content = self.poll(promise)
-            is_pending = status == 408 or (content.startswith(b"{") and json.loads(content).get("type") == "try_again")
             if status not in (200, 408):
                 raise Refused("retrieve_future", status, content)
-            if not is_pending:
+            if not is_pending(status, content):
                 return content
-        raise TimeoutError(f"the promise {promise['request_id']} is pending after {SECONDS:g} s")
+        raise TimeoutError(f"the promise {promise['request_id']} is pending after {seconds:g} s")
 
-    def wait(self, promise: Mapping[str, Any]) -> Any:
+    def wait(self, promise: Mapping[str, Any], seconds: float = SECONDS) -> Any:
         """Return the result of a promise: a dictionary, or the bytes of a message. Raise `Failed` for an error."""
-        content = self.fetch(promise)
+        content = self.fetch(promise, seconds)
         if not content.startswith(b"{"):
             return content
         result = json.loads(content)
@@ -259,8 +263,8 @@ class ClientModel:
     num_commands: int = field(default=0)
     """Number of the last command of `run`, `forward`, `update` and `call`, which count their commands themselves."""
 
-    def wait(self, promise: Mapping[str, Any]) -> Any:
-        return self.client.wait(promise)
+    def wait(self, promise: Mapping[str, Any], seconds: float = SECONDS) -> Any:
+        return self.client.wait(promise, seconds)
 
     def train(self, number: int, data: Sequence[Any], loss: str = "cross_entropy", **options: Any) -> dict[str, Any]:
         return self.send(training_request(self.identifier, number, data, loss, **options))
@@ -288,21 +292,27 @@ class ClientModel:
         self.num_commands += 1
         return self.num_commands
 
+    def _wait_for_next(self, send: Callable[[int], dict[str, Any]]) -> Any:
+        """Return the result of the next command. If it is refused, its number remains free."""
+        promise = send(self.num_commands + 1)
+        self.num_commands += 1
+        return self.wait(promise)
+
     def run(self, data: Sequence[Any], loss: str = "cross_entropy", **options: Any) -> tuple[list[list[float]], float]:
         """Return the log-probs and the loss of the next command, which adds gradients."""
-        return read_output(self.wait(self.train(self.next(), data, loss, **options)))
+        return read_output(self._wait_for_next(lambda number: self.train(number, data, loss, **options)))
 
     def forward(self, data: Sequence[Any]) -> list[list[float]]:
         """Return the log-probs of the targets from the next command."""
-        return self.log_probs(self.next(), data)
+        return self.run(data, forward_only=True)[0]
 
     def update(self, **adam: float) -> dict[str, Any]:
         """Return the metrics of the next command, an optimizer step."""
-        return self.wait(self.step(self.next(), **adam))["metrics"]
+        return self._wait_for_next(lambda number: self.step(number, **adam))["metrics"]
 
     def call(self, route: str, /, **body: Any) -> dict[str, Any]:
         """Return the result of the next command."""
-        return self.wait(self.command(route, self.next(), **body))
+        return self._wait_for_next(lambda number: self.command(route, number, **body))
 
     def publish(self, number: int) -> str:
         """Return the sampler with a number in the session, which has the current weights."""

@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from types import TracebackType
 from typing import Any, Self
 
@@ -132,7 +133,7 @@ class TinkerHarness:
         while self._clients:
             client = self._clients.pop()
             client.url, client.is_patient = self.target.url, False  # its proxy may be closed
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, HTTPException):
                 client.finish()
 
     def model(self, rank: int = 0, number: int = 0, **lora: Any) -> ClientModel:

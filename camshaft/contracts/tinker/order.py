@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from camshaft.contracts.rules import expect
-from camshaft.contracts.tinker.client import ClientModel, Failed
+from camshaft.contracts.tinker.client import SECONDS, ClientModel, Failed, Refused, is_pending
 from camshaft.contracts.tinker.harness import TinkerHarness, expect_failure, messages
 from camshaft.contracts.tinker.proxy import Fault, FaultProxy, first, random_faults
 
@@ -130,9 +130,9 @@ def gaps_end(harness: TinkerHarness) -> None:
     waiting = [model.train(3, messages(rows)), model.step(4, **harness.adam())]
     limit = harness.target.gap_timeout + GAP_GRACE
     for number, promise in enumerate(waiting, 3):
-        while (answer := model.client.poll(promise))[0] == 408 and time.monotonic() - begin < limit:
+        while is_pending(*(answer := model.client.poll(promise))) and time.monotonic() - begin < limit:
             pass
-        expect(answer[0] != 408, f"command {number} still waits for command 2 after {limit:g} s")
+        expect(not is_pending(*answer), f"command {number} still waits for command 2 after {limit:g} s")
         expect_failure(lambda promise=promise: model.wait(promise), f"command {number} ran without command 2", "2")
     model.num_commands = 4
     harness.expect_close(model.forward(messages(rows)), harness.oracle().values(rows), "the log-probs after a gap")
@@ -159,18 +159,30 @@ def models_are_usable_after_failures(harness: TinkerHarness) -> None:
 
 
 def _send_failing_batch(harness: TinkerHarness, model: ClientModel) -> None:
-    """Send three chunks, of which the second is wrong, and a step, before any of them has a result."""
-    rows = harness.rows()
-    wrong = harness.rows(3)[0]
-    wrong.targets[1] = INVALID_TOKEN
-    chunks = (messages(rows[:1]), messages([wrong]), messages(rows[1:]))
-    promises = [model.train(number, chunk) for number, chunk in enumerate(chunks, 1)]
-    step = model.step(4, **harness.adam())
-    model.wait(promises[0])
-    expect_failure(lambda: model.wait(promises[1]), f"the target {INVALID_TOKEN} was accepted")
+    """Send three chunks, of which the second is wrong, and a step, before any of them has a result.
+
+    A server that refuses the wrong chunk at once waits for another command with its number.
+    """
+    rows, limit = harness.rows(), max(SECONDS, harness.target.gap_timeout + GAP_GRACE)
+    invalid = harness.rows(3)[0]
+    invalid.targets[1] = INVALID_TOKEN
+    first_chunk = model.train(1, messages(rows[:1]))
+    try:
+        promise, refusal = model.train(2, messages([invalid])), None
+    except Refused as error:
+        promise, refusal = {}, error
+
+    def wait_for_invalid() -> None:
+        if refusal is not None:
+            raise refusal
+        model.wait(promise)
+
+    last_chunk, step = model.train(3, messages(rows[1:])), model.step(4, **harness.adam())
+    model.wait(first_chunk)
+    expect_failure(wait_for_invalid, f"the target {INVALID_TOKEN} was accepted")
     with contextlib.suppress(Failed):  # a server may end the batch at its first failure
-        model.wait(promises[2])
-    sentence = expect_failure(lambda: model.wait(step), "the step after a failed chunk has succeeded")
+        model.wait(last_chunk, limit)
+    sentence = expect_failure(lambda: model.wait(step, limit), "the step after a failed chunk has succeeded")
     expect(len(sentence) > 10, f"the failed step has no sentence: '{sentence}'")
     model.num_commands = 4
 
