@@ -90,6 +90,17 @@ def test_the_rl_loop_learns_from_samples_that_are_one_step_old(tmp_path: Path) -
     assert min(differences[1:]) > 1e-3
 
 
+def test_a_continued_supervised_run_has_the_losses_of_an_undisturbed_one(server: Server) -> None:
+    undisturbed = server.run_example("supervised.py")
+    first = server.run_example("supervised.py", "--steps", "8")
+    (path,) = re.findall(r"saved as (tinker://\w+:train:0/weights/step-8)", first)
+    second = server.run_example("supervised.py", "--resume", path)
+    losses = [re.findall(r"loss ([\d.]+)", output) for output in (undisturbed, first + second)]
+    assert len(losses[0]) == 16
+    assert losses[0] == losses[1]
+    assert float(losses[0][-1]) < 0.8 * float(losses[0][0])
+
+
 STATES = """
 import tinker
 from tinker import types
