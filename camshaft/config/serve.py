@@ -68,6 +68,11 @@ class ServeConfig(Section):
     folder: Text = key(
         "served", "Folder of the saved weights, the sessions (log.sqlite3), the server's key and log.txt."
     )
+    log: Text | None = key(
+        None,
+        "File of the sessions, commands and results, on a local disk. null is log.sqlite3 in `folder`; set another one "
+        "if `folder` is on a network file system.",
+    )
     keys: Text | None = key(
         None,
         "File with the digests of further API keys, one `name digest` per line. camshaft serve new_key=NAME adds one.",
@@ -93,8 +98,17 @@ class ServeConfig(Section):
     max_versions: int = key(
         8, "Maximum number of published sets of weights in host memory. Others are kept in `folder`.", ge=1
     )
+    max_published: int = key(
+        20,
+        "Maximum number of published sets of weights of a model, in memory and in `folder`. The one that has not been "
+        "sampled for the longest time is removed. If it has no name, its samplers end.",
+        ge=1,
+    )
     min_free_gb: float = key(
         1.0, "Free space of the disk of `folder`, in GB, below which commands of models are rejected.", ge=0
+    )
+    worker_timeout: float = key(
+        3600.0, "Seconds after which a call of the worker processes fails, such as saving a model.", gt=0
     )
     session_timeout: float = key(
         600.0, "Seconds without a request after which a session ends. Unsaved models are saved as weights/last.", gt=0

@@ -27,6 +27,19 @@ POLL_SECONDS = 20.0
 """Time for which the server holds a request for a pending result. The SDK waits for 45 s at most."""
 MAX_POLLS = 512
 """Number of requests for samples that the SDK keeps open at the same time."""
+RUN = "training_runs/[^/]+"
+NOT_SERVED = {
+    f"{RUN}/checkpoints/.*external_weights_urls": "weights are not exported to clients; run `camshaft export` on the "
+    "machine of the server",
+    "copy_weights": "saved weights are not copied; load them in a new training client, and call save_state",
+    f"{RUN}/checkpoints/.*publish": "weights are not published; run `camshaft export` on the machine of the server, "
+    "and upload the folder",
+    "billing/.*": "a server of your own sends no bills; `tinker checkpoint list` has the sizes of saved weights",
+    "audit.*": "there is no audit log; log.txt in the folder of the server has the sessions and their keys",
+    "(sessions/[^/]+/project|projects?(/.*)?)": "there are no projects; start one server for each, with `folder` and "
+    "`port` of its own, or give each a key (`keys`)",
+}
+"""What to do instead, by the path of a request."""
 CHUNK_BYTES = 5_000_000
 REFRESH_SECONDS = 300
 
@@ -60,6 +73,7 @@ class App:
             ("POST", "forward_backward"): self._train,
             ("POST", "optim_step"): read(schemas.OptimStep, service.submit_step),
             ("POST", "save_weights"): read(schemas.SaveWeights, service.submit_save),
+            ("POST", "save_weights_external"): read(schemas.SaveWeightsExternal, service.submit_export),
             ("POST", "load_weights"): read(schemas.LoadWeights, service.submit_load),
             ("POST", "save_weights_for_sampler"): read(schemas.SaveWeightsForSampler, service.submit_publish),
             ("POST", "create_sampling_session"): read(schemas.CreateSamplingSession, service.create_sampling_session),
@@ -131,11 +145,10 @@ class App:
 
     @staticmethod
     def _refuse_path(request: Request) -> NoReturn:
-        raise Refused(
-            f"{request.method} {request.path} is not served by camshaft; see 'Differences from the hosted service' in "
-            "docs/serve.md",
-            HTTPStatus.NOT_FOUND,
-        )
+        path = request.path.removeprefix(PREFIX)
+        remedies = [remedy for pattern, remedy in NOT_SERVED.items() if re.fullmatch(pattern, path)]
+        remedy = remedies[0] if remedies else "see 'Differences from the hosted service' in docs/serve.md"
+        raise Refused(f"{request.method} {request.path} is not served by camshaft: {remedy}", HTTPStatus.NOT_FOUND)
 
     # -- bodies ---------------------------------------------------------------------------------------
 

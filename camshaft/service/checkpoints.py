@@ -125,6 +125,8 @@ class Checkpoints:
     def __init__(self, root: Path):
         self.root = root
         self.lock = threading.RLock()
+        self._names = threading.Lock()
+        """Held while a name changes, and not while a checkpoint is written or read."""
 
     def states_of(self, model_id: str) -> Path:
         """Return the folder for the states of a model that the server saves to restore it."""
@@ -185,16 +187,17 @@ class Checkpoints:
             storage.make_folder(parent)
             folder = parent / f"{path.name}.{time.time_ns()}"  # which no earlier one has had
             save(str(folder))
-            self._name(path, Saved(record, folder, number, now, None if ttl_seconds is None else now + ttl_seconds))
+            with self._names:
+                self._name(path, Saved(record, folder, number, now, None if ttl_seconds is None else now + ttl_seconds))
 
     def set_ttl(self, path: SavedPath, seconds: float | None) -> None:
         """Let saved weights expire after a time from now, or never."""
-        with self.lock:
+        with self._names:
             self._name(path, replace(self.get(path), expires_at=None if seconds is None else time.time() + seconds))
 
     def remove(self, path: SavedPath) -> None:
         """Remove the name of saved weights. `sweep` removes their folder."""
-        with self.lock:
+        with self._names:
             (self._parent(path) / f"{path.name}.json").unlink(missing_ok=True)
 
     def sweep(self, used: Collection[str]) -> None:

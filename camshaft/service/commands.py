@@ -274,6 +274,10 @@ class Repetitions:
     def add(self, number: int, future: Future) -> None:
         self._accepted[number] = future
 
+    def are_pending(self) -> bool:
+        """Return True if a request has no result yet."""
+        return any(future.is_pending for future in list(self._accepted.values()))
+
 
 class CommandLog:
     """Commands of one model. Methods are called from several threads."""

@@ -106,9 +106,19 @@ class Operation:
 class Model:
     """A model in training. Its commands are executed in the thread of the training queue."""
 
-    def __init__(self, facts: ModelFacts, parts: Parts, add_sampler: Callable[[int, Version], str]):
-        """`add_sampler` creates a sampler with a number in the session of the model, and returns its id."""
-        self.facts, self.parts, self.role, self.add_sampler = facts, parts, parts.role, add_sampler
+    def __init__(
+        self,
+        facts: ModelFacts,
+        parts: Parts,
+        add_sampler: Callable[[int, Version], str],
+        limit_published: Callable[[], None],
+    ):
+        """`add_sampler` creates a sampler with a number in the session of the model, and returns its id.
+
+        `limit_published` removes published weights of the model beyond the limit.
+        """
+        self.facts, self.parts, self.role = facts, parts, parts.role
+        self.add_sampler, self.limit_published = add_sampler, limit_published
         self.log = CommandLog(facts.identifier, parts.queue, parts.futures, self.prepare)
         self.holds_engine = True
         """False if the role has no engine for the model, now and in the future."""
@@ -298,6 +308,8 @@ class Model:
             return self._save(entry.number, _read(schemas.SaveWeights, content))
         if entry.kind == "load_weights":
             return self._load_command(entry.number, _read(schemas.LoadWeights, content))
+        if entry.kind == "save_weights_external":
+            return self._export(_read(schemas.SaveWeightsExternal, content))
         assert entry.kind == "save_weights_for_sampler", entry.kind
         return self._publish(entry.number, _read(schemas.SaveWeightsForSampler, content))
 
@@ -384,6 +396,27 @@ class Model:
 
         return Operation(run, _failed)
 
+    def _export(self, request: schemas.SaveWeightsExternal) -> Operation:
+        """Refuse to export weights, with the command that does it.
+
+        `tinker checkpoint download` exports a model that it has created from the saved weights.
+        """
+
+        def run() -> Result:
+            checkpoints, loaded = self.parts.checkpoints, self.facts.creation.path
+            saved = None if loaded is None or self._executed else checkpoints.find(SavedPath.parse(loaded))
+            if saved is not None:
+                first, folder = "", saved.folder
+            else:
+                first = f"call save_state({request.path!r}), and "
+                folder = checkpoints.folder_of(self.identifier) / "weights" / f"{request.path}.[0-9]*"
+            raise CommandError(
+                f"this server does not export weights to clients; {first}run `camshaft export --model "
+                f"{self.facts.folder} {folder} OUTPUT` on its machine"
+            )
+
+        return Operation(run, _failed)
+
     def _load_command(self, number: int, request: schemas.LoadWeights) -> Operation:
         """Replace the weights by saved ones, with or without the state of the optimizer.
 
@@ -419,6 +452,7 @@ class Model:
             version.was_published()
             if request.sampling_session_seq_id is not None:
                 answer["sampling_session_id"] = self.add_sampler(request.sampling_session_seq_id, version)
+            self.limit_published()
             return Result.of_json({"type": "save_weights_for_sampler", **answer})
 
         def replay() -> None:

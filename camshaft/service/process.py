@@ -77,7 +77,13 @@ class RoleProcess:
     def _start(self) -> None:
         ranks = self.spec.world_size + self.config.nnodes * self._other_ranks
         ray_init = {"num_cpus": max(ranks, len(os.sched_getaffinity(0)))}  # of a cluster that is started for both pools
-        options = Options(preload=(self.worker.__module__,), import_main=False, ray_init=ray_init)
+        options = Options(
+            timeout=self.config.worker_timeout,
+            setting="worker_timeout",
+            preload=(self.worker.__module__,),
+            import_main=False,
+            ray_init=ray_init,
+        )
         if self.config.backend() == "local":
             _check_devices(self.config)
             first_device = self._other_ranks if self.spec.name == SAMPLER else 0

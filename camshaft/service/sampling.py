@@ -18,8 +18,9 @@ import hashlib
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ class Version:
         self.identifier, self.folder = source.identifier, source.base_folder
         self.publisher = source.model_id
         """Model that has published the weights."""
+        self.used_at = time.time()
+        """Time of the last request for samples (`time.time`)."""
         self._generation: int | None = None
         """Generation of the worker processes that have the weights."""
         self._snapshots: Sequence[Any] = ()
@@ -112,7 +115,7 @@ class Version:
     def call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the ranks that sample, which uses the weights."""
         if self.is_forgotten:
-            raise CommandError("the session of the sampler has ended")
+            raise CommandError("the sampler or its session has ended")
         if not self.roles.are_separate:
             self.publish()
             return self.roles.trainer.call_ranks(method, self.folder, self.identifier, *arguments)
@@ -214,8 +217,17 @@ class Sampler:
         """Text from which the seeds of requests without a seed are derived, with their number."""
         self.repetitions = Repetitions("sample")
 
+    def with_seed(self, request: Sample) -> Sample:
+        """Return a request with the seed that the server derives if it has none."""
+        settings = request.sampling_params
+        if settings.seed is not None:
+            return request
+        digest = hashlib.sha256(f"{self.server_seed}/{request.seq_id}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") % (MAX_SEED // 2)
+        return replace(request, sampling_params=replace(settings, seed=seed))
+
     def job(self, future: Future, request: Sample) -> Job:
-        """Return the job of a request. An invalid request is a job that fails."""
+        """Return the job of a request with a seed. An invalid request is a job that fails."""
         try:
             argument, sampling = self._read(request)
         except CommandError as error:
@@ -242,16 +254,11 @@ class Sampler:
             )
         if not 1 <= request.num_samples <= MAX_ROWS:
             raise CommandError(f"num_samples={request.num_samples} is not from 1 to {MAX_ROWS}; send several requests")
-        settings = request.sampling_params
-        seed = self._seed(request.seq_id) if settings.seed is None else settings.seed
-        if not 0 <= seed < MAX_SEED:
+        settings, seed = request.sampling_params, request.sampling_params.seed
+        if seed is None or not 0 <= seed < MAX_SEED:
             raise CommandError(f"sampling_params.seed={seed} is not from 0 to {MAX_SEED - 1}")
         seeds, wanted = [seed + row for row in range(request.num_samples)], read_wanted(request, tokens, self.limits)
         return SampleRequest(tokens, seeds, wanted), self._options(settings)
-
-    def _seed(self, number: int) -> int:
-        digest = hashlib.sha256(f"{self.server_seed}/{number}".encode()).digest()
-        return int.from_bytes(digest[:8], "little") % (MAX_SEED // 2)
 
     def _options(self, settings: SampleSettings) -> SamplingParams:
         """Return the options of the rollout. With `stop`, exactly these tokens and strings end a sample."""

@@ -45,8 +45,10 @@ from camshaft.service.store import (
     add_sampler,
     add_session,
     expire_result,
+    remove_sampler,
     remove_session,
     session_of,
+    use_sampler,
 )
 from camshaft.service.times import SAMPLE, SessionTimes
 from camshaft.wire import schemas
@@ -73,7 +75,7 @@ class Service:
         self.bases = config.base_models()
         self.limits = {name: self._limits_of(folder) for name, folder in self.bases.items()}
         folder = Path(config.folder).absolute()
-        self.store, self.checkpoints = Store(folder / LOG), Checkpoints(folder)
+        self.store, self.checkpoints = Store(Path(config.log or folder / LOG).absolute()), Checkpoints(folder)
         self.futures, self.sessions, times = Futures(), Sessions(), SessionTimes()
         self.queue = self.sampling_queue = JobQueue(self.store, times)
         if sampler is not None:
@@ -106,9 +108,10 @@ class Service:
         """Continue with what is in the log."""
         for identifier, owner in self.store.sessions():
             self.sessions.add(Session(owner, identifier))
-        for session_id, number, base_model, source in self.store.samplers():
+        for session_id, number, base_model, source, used_at in sorted(self.store.samplers(), key=lambda row: row[-1]):
             if base_model in self.bases:
                 version = self.versions.restore(Source.from_json(source))
+                version.used_at = used_at
                 self._add_sampler(self.sessions.get(session_id), number, version, base_model)
         for entry in self.store.entries():
             session = self.sessions.get(session_of(entry.subject))
@@ -124,7 +127,10 @@ class Service:
         self.queue.put(Job(Future(""), lambda _: [self._retain()]))
 
     def _retain(self) -> Result:
-        """Remove the files of weights that no sampler uses, which a killed server has left behind."""
+        """Remove the files of weights that no sampler uses, and of those beyond a limit that is smaller than before."""
+        for session in self.sessions:
+            for model in list(session.models.values()):
+                self._limit_published(session, model.identifier)
         self.role.call("retain_versions", self.versions.identifiers())
         return Result.of_json({})
 
@@ -135,7 +141,7 @@ class Service:
         sampler.repetitions.add(entry.number, future)
         if entry.result is None:
             request, _ = schemas.read(schemas.Sample, json.loads(entry.content or b""))
-            self.sampling_queue.put(sampler.job(future, request))
+            self.sampling_queue.put(sampler.job(future, sampler.with_seed(request)))
 
     def _restore_model(self, session: Session, number: int, entry: Entry) -> None:
         creation = Creation.read(entry.content or b"")
@@ -306,7 +312,10 @@ class Service:
         base = creation.record.base_model
         facts = ModelFacts(f"{session.identifier}:train:{number}", self.bases[base], creation, self.limits[base])
         return Model(
-            facts, self.parts, lambda number, version: self._add_sampler(session, number, version, base).identifier
+            facts,
+            self.parts,
+            lambda number, version: self._add_sampler(session, number, version, base).identifier,
+            lambda: self._limit_published(session, facts.identifier),
         )
 
     def _make_room(self) -> None:
@@ -350,6 +359,12 @@ class Service:
 
     def submit_save(self, owner: str, body: schemas.SaveWeights) -> dict[str, Any]:
         return self._submit(owner, body.model_id, body.seq_id, "save_weights", write_json(body))
+
+    def submit_export(self, owner: str, body: schemas.SaveWeightsExternal) -> dict[str, Any]:
+        """Submit a command that fails. A refusal would leave a gap behind which all later commands wait."""
+        if body.seq_id is None:
+            raise Refused("save_weights_external requires seq_id")
+        return self._submit(owner, body.model_id, body.seq_id, "save_weights_external", write_json(body))
 
     def submit_load(self, owner: str, body: schemas.LoadWeights) -> dict[str, Any]:
         """Load weights into a model, or create a model from them."""
@@ -433,8 +448,7 @@ class Service:
     def submit_sample(self, owner: str, body: schemas.Sample) -> dict[str, Any]:
         """Submit a request for samples. The SDK asserts that it gets one id for each."""
         session, sampler = self.sessions.of_sampler(body.sampling_session_id, owner)
-        content = write_json(body)
-        digest = digest_of("asample", content)
+        digest = digest_of("asample", write_json(body))
         with session.lock:
             future = sampler.repetitions.find(body.seq_id, digest)
             if future is None:
@@ -445,8 +459,11 @@ class Service:
                         HTTPStatus.TOO_MANY_REQUESTS,
                     )
                 future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id), digest=digest)
+                body = sampler.with_seed(body)  # which the log keeps
+                content = write_json(body)
                 entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
-                self.store.write(add_entry(entry))
+                sampler.version.used_at = time.time()
+                self.store.write(add_entry(entry), use_sampler(sampler.identifier, sampler.version.used_at))
                 sampler.repetitions.add(body.seq_id, future)
                 self.sampling_queue.put(sampler.job(future, body))
         self.store.flush()
@@ -462,10 +479,40 @@ class Service:
                 seed = f"{self.config.seed}/{number}"
                 sampler = Sampler(identifier, version, base_model, self.limits[base_model], seed)
                 session.samplers[number] = sampler
-                self.store.write(add_sampler(session.identifier, number, base_model, version.source.to_json()))
+                source = version.source.to_json()
+                self.store.write(add_sampler(session.identifier, number, base_model, source, version.used_at))
             elif sampler.version is not version:
                 raise Refused(f"sampler {number} of the session has other weights; use a new sampling_session_seq_id")
             return sampler
+
+    def _limit_published(self, session: Session, model_id: str) -> None:
+        """Remove published weights of a model beyond the limit, those that have not been sampled for the longest time.
+
+        Weights with a name that a sampler uses are kept; others are read again from their checkpoint when they are
+        needed. The thread that trains calls this.
+        """
+        published = sorted(self.versions.published_by(model_id), key=lambda version: -version.used_at)
+        surplus = published[self.config.max_published :]
+        for version in surplus:
+            if version.source.model_id is not None:
+                self._end_samplers(session, version)
+        self.versions.forget(lambda: set(surplus) - self._used_versions())
+
+    def _end_samplers(self, session: Session, version: Version) -> None:
+        """End the samplers of weights without a name, unless one has requests without a result."""
+        with session.lock:
+            samplers = {number: each for number, each in session.samplers.items() if each.version is version}
+            if any(sampler.repetitions.are_pending() for sampler in samplers.values()):
+                return
+            for number in samplers:
+                del session.samplers[number]
+                self.store.write(*remove_sampler(session.identifier, number))
+        self.sampling_queue.put(Job(Future(session.identifier), lambda _: [self._forget_in_samplers(version)]))
+
+    @staticmethod
+    def _forget_in_samplers(version: Version) -> Result:
+        version.end_sampling()
+        return Result.of_json({})
 
     def _saved_version(self, text: str, owner: str) -> tuple[str, Version]:
         """Return the base model and the weights of a path. They are read when they are sampled."""
@@ -494,8 +541,9 @@ class Service:
         if free < self.config.min_free_gb:
             raise Refused(
                 f"the disk of the server has {free:.1f} GB left, and it stops training below "
-                f"{self.config.min_free_gb:g} GB (min_free_gb); delete saved weights, or make room in folder="
-                f"{self.config.folder}"
+                f"{self.config.min_free_gb:g} GB (min_free_gb); end programs that have published weights, delete saved "
+                "weights that no sampler uses (tinker checkpoint delete PATH), or start the server with a smaller "
+                "max_published or another folder"
             )
 
     @staticmethod

@@ -92,7 +92,11 @@ class Sessions:
         session = self.find(identifier, owner)
         sampler = session.samplers.get(int(number)) if number.isdecimal() and len(number) < 10 else None
         if sampler is None:
-            raise Refused(f"the session has no sampler {sampler_id}; create it first", HTTPStatus.NOT_FOUND)
+            raise Refused(
+                f"the session has no sampler {sampler_id}; create it first. A sampler of weights without a name ends "
+                "when their model has published more than `max_published` sets: give a name to those to be kept",
+                HTTPStatus.NOT_FOUND,
+            )
         return session, sampler
 
     def close(self, session: Session) -> bool:

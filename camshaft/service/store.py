@@ -25,7 +25,7 @@ from camshaft.errors import ConfigError
 from camshaft.service.futures import Future, Result, Statement
 
 LOG = "log.sqlite3"
-FORMAT = 1
+FORMAT = 2
 """Number of the layout of the tables."""
 RETRY_SECONDS = 1.0
 MAX_WRITES = 256
@@ -33,7 +33,7 @@ MAX_WRITES = 256
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samplers (
-    session TEXT, number INTEGER, base_model TEXT, source TEXT, PRIMARY KEY (session, number)
+    session TEXT, number INTEGER, base_model TEXT, source TEXT, used_at REAL DEFAULT 0, PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS states (model TEXT PRIMARY KEY, session TEXT, number INTEGER, is_unsaved INTEGER)
     WITHOUT ROWID;
@@ -112,9 +112,9 @@ class Store:
         """Return id and owner of each session."""
         return self._read("SELECT session, owner FROM sessions")
 
-    def samplers(self) -> list[tuple[str, int, str, str]]:
-        """Return session, number, base model and source of the weights (JSON) of each sampler."""
-        return self._read("SELECT session, number, base_model, source FROM samplers")
+    def samplers(self) -> list[tuple[str, int, str, str, float]]:
+        """Return session, number, base model, source of the weights (JSON) and time of the last use of each sampler."""
+        return self._read("SELECT session, number, base_model, source, used_at FROM samplers")
 
     def entries(self) -> Iterator[Entry]:
         """Return the entries of all subjects by number. Only pending ones and creations of models have content."""
@@ -154,7 +154,9 @@ class Store:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{self.path} is not the log of a server ({error}); set another folder") from error
-        if version not in (0, FORMAT):
+        if version == 1:
+            connection.execute("ALTER TABLE samplers ADD COLUMN used_at REAL DEFAULT 0")
+        if version not in (0, 1, FORMAT):
             raise ConfigError(
                 f"{self.path} has the format {version}, and this version reads {FORMAT}; install a newer version, or "
                 "set another folder"
@@ -233,8 +235,20 @@ def add_session(session: str, owner: str) -> Statement:
     return "INSERT INTO sessions VALUES (?, ?)", (session, owner)
 
 
-def add_sampler(session: str, number: int, base_model: str, source: str) -> Statement:
-    return "INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?)", (session, number, base_model, source)
+def add_sampler(session: str, number: int, base_model: str, source: str, used_at: float) -> Statement:
+    return "INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?)", (session, number, base_model, source, used_at)
+
+
+def use_sampler(identifier: str, used_at: float) -> Statement:
+    session, _, number = identifier.split(":")
+    return "UPDATE samplers SET used_at = ? WHERE session = ? AND number = ?", (used_at, session, int(number))
+
+
+def remove_sampler(session: str, number: int) -> tuple[Statement, ...]:
+    return (
+        ("DELETE FROM samplers WHERE session = ? AND number = ?", (session, number)),
+        ("DELETE FROM entries WHERE subject = ?", (f"{session}:sample:{number}",)),
+    )
 
 
 def add_entry(entry: Entry) -> Statement:

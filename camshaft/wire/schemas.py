@@ -93,6 +93,15 @@ class SaveWeights:
 
 
 @dataclass(frozen=True)
+class SaveWeightsExternal:
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+@dataclass(frozen=True)
 class LoadWeights:
     path: str
     model_id: str | None = None

@@ -45,6 +45,7 @@ SCHEMAS: dict[str, type[Any]] = {
     "AdamParams": schemas.AdamSettings,
     "AdamOptimizerConfig": schemas.OptimizerSettings,
     "SaveWeightsRequest": schemas.SaveWeights,
+    "SaveWeightsExternalRequest": schemas.SaveWeightsExternal,
     "LoadWeightsRequest": schemas.LoadWeights,
     "SaveWeightsForSamplerRequest": schemas.SaveWeightsForSampler,
     "CreateSamplingSessionRequest": schemas.CreateSamplingSession,

@@ -1,5 +1,6 @@
 """Arguments of `camshaft serve`, its keys, and what a PPO run does not import."""
 
+import resource
 import stat
 import subprocess
 import sys
@@ -7,11 +8,17 @@ from pathlib import Path
 
 import pytest
 from support.command_line import camshaft
+from support.tinker_clients import running_server
 from support.tiny import tiny_folder
 
+from camshaft.cli.serve import SPARE_FILES, allow_connections
 from camshaft.config.serve import read_serve_config
+from camshaft.controller import Options
 from camshaft.errors import ConfigError
+from camshaft.roles.served import ServedWorker
+from camshaft.service import process
 from camshaft.service.keys import Keys, add_key, digest
+from camshaft.service.store import LOG
 
 MODEL = f"model={tiny_folder()}"
 
@@ -43,6 +50,34 @@ def test_a_wrong_argument_is_named(arguments: list[str], message: str) -> None:
     run = camshaft("serve", *arguments)
     assert run.status == 2
     assert run.out == ""
+
+
+def test_the_limit_of_a_call_of_the_workers_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = list[Options]()
+    monkeypatch.setattr(process, "process_pool", lambda spec, found, *_: options.append(found))
+    monkeypatch.setattr(process, "spawn", lambda *args, **kwargs: None)
+    role = process.RoleProcess(read_serve_config([MODEL, "worker_timeout=7200", "device=cpu"]))
+    role._start()
+    assert options[0].limit("save") == (7200.0, "worker_timeout=7200")
+
+
+def test_the_log_may_be_on_another_disk(tmp_path: Path) -> None:
+    with running_server(tmp_path, worker=ServedWorker, log=tmp_path / "local.sqlite3") as server:
+        server.client()
+        assert (tmp_path / "local.sqlite3").exists()
+        assert not (tmp_path / "served" / LOG).exists()
+
+
+def test_as_many_connections_are_allowed_as_the_system_permits() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        count = allow_connections(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= count + SPARE_FILES
+        assert count == (1000 if hard < 0 else min(1000, hard - SPARE_FILES))
+        assert hard < 0 or allow_connections(hard) == hard - SPARE_FILES
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_own_key_is_kept_in_a_file_that_others_cannot_read(tmp_path: Path) -> None:

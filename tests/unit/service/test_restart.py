@@ -1,6 +1,9 @@
 """A server that is killed and started again continues where its log ends."""
 
+import contextlib
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from support.tiny import tiny_folder
 from camshaft.errors import WorkerError
 from camshaft.roles.served import ServedWorker
 from camshaft.service.keys import add_key
+from camshaft.service.store import LOG, Store
 
 DATA = [datum([5, 6, 7, 8, 9]), datum([10, 12, 14], weights=[0.5, -2.0])]
 OTHER = [datum([20, 21, 22, 23])]
@@ -152,6 +156,50 @@ def test_samplers_keep_their_weights_after_a_kill(server: ServedFork) -> None:
     assert len({tuple(row[0][0]) for row in rows}) > 1
 
 
+def test_published_weights_beyond_the_limit_end_with_their_samplers(tmp_path: Path) -> None:
+    """Those that are sampled are kept, and so are those with a name that a sampler uses."""
+    with ServedFork(tmp_path, max_published=3, max_versions=1, save_every=1) as server:
+        client, samplers = server.client(), list[str]()
+        model = client.create_model()
+        paths = [model.call("save_weights_for_sampler", path=name)["path"] for name in ("used", "unused")]
+        named = client.sampler(50, model_path=paths[0])
+        for step in range(6):
+            number = model.next()
+            model.train(number, DATA)
+            model.wait(model.step(model.next(), learning_rate=0.01))
+            samplers.append(model.publish(step))
+            client.sample(samplers[1 if step else 0], step, [5, 6], seed=1)
+        used = {
+            sampler: client.sample(sampler, 10, [5, 6], 2, seed=1) for sampler in (named, *samplers[-2:], samplers[1])
+        }
+        for _ in range(2):  # also after a kill
+            assert len(list((server.folder / "versions").iterdir())) <= 4
+            for sampler in samplers[:1] + samplers[2:-2]:
+                body = {"sampling_session_id": sampler, "seq_id": 99, "prompt": {"chunks": []}, "sampling_params": {}}
+                assert "more than `max_published` sets" in client.post("asample", 404, **body)["detail"]
+            for sampler, rows in used.items():
+                again = client.sample(sampler, 11, [5, 6], 2, seed=1)
+                assert [row.tokens for row in again] == [row.tokens for row in rows]
+            restart(server)
+        assert client.sample(client.sampler(51, model_path=paths[1]), 0, [5, 6])  # from its checkpoint
+        model.publish(6)
+        for sampler, status in ((samplers[-2], 404), (samplers[-1], 200), (samplers[1], 200)):
+            assert client.request(f"samplers/{sampler}", method="GET")[0] == status
+
+
+def test_a_log_of_the_earlier_format_is_read(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / LOG)) as connection:
+        connection.executescript(
+            "CREATE TABLE samplers (session TEXT, number INTEGER, base_model TEXT, source TEXT, PRIMARY KEY "
+            "(session, number)) WITHOUT ROWID; CREATE TABLE sessions (session TEXT PRIMARY KEY, owner TEXT);"
+            "INSERT INTO sessions VALUES ('s', 'local'); INSERT INTO samplers VALUES ('s', 3, 'tiny', '{}');"
+            "PRAGMA user_version = 1"
+        )
+    store = Store(tmp_path / LOG)
+    assert store.samplers() == [("s", 3, "tiny", "{}", 0.0)]
+    store.close()
+
+
 def test_a_load_is_restored_although_its_weights_are_replaced(server: ServedFork) -> None:
     client = server.client()
     model = client.create_model()
@@ -283,10 +331,36 @@ def test_commands_are_refused_without_space_on_the_disk(server: ServedFork) -> N
     promise = model.train(1, DATA)
     model.wait(promise)
     restart(server, min_free_gb=1_000_000)
-    assert "it stops training below 1e+06 GB (min_free_gb)" in model.step(2, 422)["detail"]
+    assert "it stops training below 1e+06 GB (min_free_gb); end programs that have" in model.step(2, 422)["detail"]
     assert model.wait(promise)
     restart(server, min_free_gb=0)
     assert model.wait(model.step(2))["metrics"]["grad_norm"] > 0
+
+
+class HeldSampling(ServedWorker):
+    """A worker that samples when `begin` is set."""
+
+    begin = threading.Event()
+
+    def sample(self, *args: Any) -> Any:
+        assert self.begin.wait(60)
+        return super().sample(*args)
+
+
+def test_the_log_keeps_the_seed_of_a_request_without_one(tmp_path: Path) -> None:
+    """So the samples are the same if the server is started again with another `seed`."""
+    with running_server(tmp_path, worker=HeldSampling) as server:
+        client = server.client()
+        sampler = client.sampler(0, base_model=BASE)
+        promise = client.submit_sample(sampler, 1, [5, 6], 2)
+        assert client.submit_sample(sampler, 1, [5, 6], 2) == promise
+        server.service.store.flush()
+        with contextlib.closing(sqlite3.connect(tmp_path / "served" / LOG)) as connection:
+            [(content,)] = connection.execute("SELECT content FROM entries WHERE subject = ?", (sampler,)).fetchall()
+        HeldSampling.begin.set()
+        seed = json.loads(content)["sampling_params"]["seed"]
+        rows = client.sample(sampler, 2, [5, 6], 2, seed=seed)
+        assert [row.tokens for row in read_samples(client.wait(promise))] == [row.tokens for row in rows]
 
 
 class DyingWorker(ServedWorker):

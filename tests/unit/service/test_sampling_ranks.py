@@ -331,7 +331,7 @@ def test_weights_that_get_a_sampler_meanwhile_are_not_freed() -> None:
     threads[0].join()
     assert found[0] is not version
     assert role.calls == ["forget_version"]
-    with pytest.raises(CommandError, match="the session of the sampler has ended"):
+    with pytest.raises(CommandError, match="the sampler or its session has ended"):
         version.call_ranks("sample")
     versions.forget(lambda: {version})  # of another session that has ended
     found[0].call_ranks("sample")

@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -406,6 +409,59 @@ def test_weights_that_a_sampler_uses_outlive_their_name(server: RunningServer) -
     server.finish()
     server.service.sweep_checkpoints()
     assert not list((folder / "sampler_weights").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "remedy"),
+    [
+        ("POST", "copy_weights", "load them in a new training client, and call save_state"),
+        ("POST", "training_runs/a:train:0/checkpoints/weights/x/publish", "run `camshaft export` on the machine"),
+        ("GET", "training_runs/a:train:0/checkpoints/x/external_weights_urls", "run `camshaft export` on the machine"),
+        ("GET", "billing/usage/events", "sends no bills"),
+        ("GET", "audit", "log.txt in the folder of the server"),
+        ("PUT", "sessions/a/project", "there are no projects"),
+        ("POST", "other", "see 'Differences from the hosted service' in docs/serve.md"),
+    ],
+)
+def test_what_is_not_served_has_a_remedy(client: Client, method: str, path: str, remedy: str) -> None:
+    status, content = client.request(path, b"{}", method=method)
+    assert status == 404
+    assert remedy in json.loads(content)["detail"]
+
+
+def test_an_export_fails_with_the_command_that_writes_it(server: RunningServer, tmp_path: Path) -> None:
+    client = server.client()
+    model = client.create_model()
+    with pytest.raises(Failed, match=r"call save_state\('mine'\), and run `camshaft export") as caught:
+        model.call("save_weights_external", path="mine")
+    path = model.call("save_weights", path="mine")["path"]  # the next number
+    loaded = client.load_model(1, path)
+    with pytest.raises(Failed, match="run `camshaft export") as download:
+        loaded.call("save_weights_external", path="download", age_encryption_recipients=["age1"])
+    for number, error in enumerate((caught, download)):
+        command = str(error.value).partition("`camshaft ")[2].partition("`")[0]
+        subprocess.run(
+            f"{sys.executable} -m camshaft {command.replace('OUTPUT', str(tmp_path / str(number)))}",
+            shell=True,
+            check=True,
+            capture_output=True,
+        )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    client.post("save_weights_external", 422, model_id=model.identifier, path="x")
+
+
+def test_a_name_changes_while_weights_are_being_saved(server: RunningServer) -> None:
+    client = server.client()
+    model = client.create_model()
+    for name in ("a", "b"):
+        model.wait(model.command("save_weights", model.next(), path=name))
+    url = f"training_runs/{model.identifier}/checkpoints/weights"
+    with ThreadPoolExecutor(2) as pool, server.service.checkpoints.lock:  # which a save holds
+        deleted = pool.submit(client.request, f"{url}/a", method="DELETE")
+        expiring = pool.submit(client.request, f"{url}/b/ttl", b'{"ttl_seconds": 100}', method="PUT")
+        assert [each.result(30)[0] for each in (deleted, expiring)] == [200, 200]
+    (row,) = get(client, f"training_runs/{model.identifier}/checkpoints")["checkpoints"]
+    assert row["expires_at"] is not None
 
 
 @pytest.mark.parametrize("value", [0, -5])
