@@ -68,7 +68,7 @@ class ModelSettings:
     def cache_bytes(self, tokens: int, item_size: int) -> int | None:
         """Return the size of the KV cache of one sequence; None if the model is not a decoder with attention."""
         layers, heads = self._number("num_hidden_layers", "n_layer"), self._number("num_attention_heads", "n_head")
-        hidden = self._number("hidden_size", "n_embd")
+        hidden = self.hidden_size()
         if layers is None or heads is None or hidden is None:
             return None
         kv_heads, head_dim = self._number("num_key_value_heads") or heads, self._number("head_dim") or hidden // heads
@@ -82,6 +82,10 @@ class ModelSettings:
     def vocabulary_size(self) -> int | None:
         """Return the number of rows of the token embedding."""
         return self._number("vocab_size")
+
+    def hidden_size(self) -> int | None:
+        """Return the number of features of a token between two layers."""
+        return self._number("hidden_size", "n_embd", "d_model")
 
     def _number(self, *keys: str) -> int | None:
         return next((self.values[key] for key in keys if _is_size(self.values.get(key))), None)

@@ -5,20 +5,32 @@
     ignored                                   # names of fields that this version does not know, such as adam_params.nu
 
 A newer SDK may send fields that this version does not know. They are left out and named, so that the caller can decide
-whether to report them.
+whether to report them. Integers have 64 bits, and those with narrower limits are annotated with them.
 """
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 class InvalidBody(ValueError):
     """A body that lacks a field, or has one of another type."""
+
+
+class OutOfRange(InvalidBody):
+    """An integer that is too small or too large."""
+
+
+INTEGERS = range(-(2**63), 2**63)
+"""Integers that the log of the server and tensors can store."""
+Number = Annotated[int, range(10**9)]
+"""Number of a model or of a sampler in its session, which is a part of paths and ids."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class OptimizerSettings:
 @dataclass(frozen=True)
 class CreateModel:
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     lora_config: LoraSettings | None = None
     optimizer_config: OptimizerSettings | None = None
@@ -107,7 +119,7 @@ class LoadWeights:
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     optimizer: bool = False
     base_model: str | None = None
     optimizer_config: OptimizerSettings | None = None
@@ -120,7 +132,7 @@ class SaveWeightsForSampler:
     model_id: str
     seq_id: int
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -130,7 +142,7 @@ class SaveWeightsForSampler:
 @dataclass(frozen=True)
 class CreateSamplingSession:
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -269,7 +281,7 @@ def read(schema: type[T], body: Any, name: str = "") -> tuple[T, list[str]]:
 
 @cache
 def _type_hints(schema: type[Any]) -> dict[str, Any]:
-    return get_type_hints(schema)
+    return get_type_hints(schema, include_extras=True)
 
 
 def _convert(kind: Any, value: Any, name: str, ignored: list[str]) -> Any:
@@ -286,25 +298,47 @@ def _convert(kind: Any, value: Any, name: str, ignored: list[str]) -> Any:
         for option in options:
             try:
                 return _convert(option, value, name, ignored)
-            except InvalidBody:
-                if len(options) == 1:
+            except InvalidBody as error:
+                if len(options) == 1 or isinstance(error, OutOfRange):
                     raise
+    elif origin is Annotated:
+        return _in_range(_convert(arguments[0], value, name, ignored), name, arguments[1])
     elif origin is list and isinstance(value, list):
-        if arguments[0] in (int, str) and all(type(entry) is arguments[0] for entry in value):
-            return value  # prompts are long
+        if _is_plain(arguments[0], value):
+            return value
         return [_convert(arguments[0], entry, f"{name}[{index}]", ignored) for index, entry in enumerate(value)]
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise InvalidBody(f"{name} must be a finite number, got {_describe(value)}")
+    elif kind is int and type(value) is int:
+        return _in_range(value, name, INTEGERS)
     elif isinstance(kind, type) and type(value) is kind:
         return value
     raise InvalidBody(f"{name} must be {_format_type(kind)}, got {_describe(value)}")
 
 
+def _is_plain(kind: Any, entries: list[Any]) -> bool:
+    """Return True for texts and for integers in their range, which need no conversion. Prompts are long."""
+    if kind not in (int, str) or not all(type(entry) is kind for entry in entries):
+        return False
+    return kind is str or not entries or (min(entries) in INTEGERS and max(entries) in INTEGERS)
+
+
+def _in_range(value: int, name: str, valid: range) -> int:
+    if value not in valid:
+        raise OutOfRange(f"{name} must be an integer from {valid[0]} to {valid[-1]}, got {_describe(value)}")
+    return value
+
+
 def _format_type(kind: Any) -> str:
     names = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _format_type(arguments[0])
     if origin in (UnionType, Union):
         return " or ".join(_format_type(option) for option in arguments if option is not NoneType)
     if origin is list:

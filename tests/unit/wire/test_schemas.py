@@ -43,6 +43,9 @@ def test_each_form_of_stop_is_kept(stop: Any) -> None:
         ({"model_id": "m", "seq_id": 1.5}, "seq_id must be an integer, got 1.5"),
         ({"model_id": "m", "seq_id": 1, "adam_params": []}, r"adam_params must be a JSON object, got \[\]"),
         ({**STEP, "adam_params": {"eps": "x"}}, "adam_params.eps must be a number, got 'x'"),
+        ({**STEP, "adam_params": {"eps": float("inf")}}, "adam_params.eps must be a finite number, got inf"),
+        ({**STEP, "adam_params": {"eps": 10**400}}, "adam_params.eps must be a finite number, got 1000"),
+        ({**STEP, "seq_id": 2**63}, "seq_id must be an integer from -9223372036854775808 to 9223372036854775807, got"),
         ([], r"the body must be a JSON object, got \[\]"),
     ],
 )
@@ -55,3 +58,31 @@ def test_a_wrong_token_of_a_prompt_is_named() -> None:
     body = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, "x"]}]}
     with pytest.raises(schemas.InvalidBody, match=r"chunks\[0\].tokens\[2\] must be an integer, got 'x'"):
         schemas.read(schemas.Prompt, body)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "message"),
+    [
+        (schemas.SampleSettings, {"stop": [1, 2**63]}, r"stop\[1\] must be an integer from -9223372036854775808 to"),
+        (schemas.SampleSettings, {"seed": -(2**63) - 1}, "seed must be an integer from -9223372036854775808 to"),
+        (
+            schemas.TokenTable,
+            {"data": [], "dtype": "int64", "shape": [0, 10**30]},
+            r"shape\[1\] must be an integer from",
+        ),
+        (schemas.CreateModel, {"session_id": "s", "model_seq_id": -1}, "model_seq_id must be an integer from 0 to 999"),
+        (
+            schemas.LoadWeights,
+            {"path": "p", "model_seq_id": 10**9},
+            "model_seq_id must be an integer from 0 to 999999999",
+        ),
+    ],
+)
+def test_an_integer_that_is_too_large_is_named(schema: type[Any], body: Any, message: str) -> None:
+    with pytest.raises(schemas.InvalidBody, match=message):
+        schemas.read(schema, body)
+
+
+def test_the_largest_integers_are_kept() -> None:
+    body = {"chunks": [{"type": "encoded_text", "tokens": [-(2**63), 2**63 - 1]}]}
+    assert schemas.read(schemas.Prompt, body)[0].chunks[0].tokens == [-(2**63), 2**63 - 1]
