@@ -74,6 +74,7 @@ def serve(config: ServeConfig) -> int:
     from camshaft.service.keys import Keys
     from camshaft.service.process import RoleProcess
     from camshaft.service.service import Service
+    from camshaft.service.store import LogError
     from camshaft.stop import handle_stop_signals
 
     fetch_models((folder, True) for folder in config.base_models().values())
@@ -99,9 +100,11 @@ def serve(config: ServeConfig) -> int:
             )
             sys.stdout.flush()
             with handle_stop_signals(ctrl_c=True) as stop:
-                while stop.requested is None:
+                while stop.requested is None and service.store.failure is None:
                     time.sleep(POLL_SECONDS)
         service.close()
+    if service.store.failure is not None:
+        raise LogError(service.store.failure)
     return 0
 
 

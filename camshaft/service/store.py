@@ -7,8 +7,9 @@
     for entry in store.executed("2f9a:train:0", after=20): ...
 
 One thread writes. It commits all that is queued as one transaction, so requests that arrive together share the time of
-a flush to the disk. If a transaction fails, for example because the disk is full, it is tried again until it succeeds,
-and all that depends on it waits.
+a flush to the disk. If the disk does not allow a transaction, for example because it is full, it is tried again until
+it succeeds, and all that depends on it waits. After any other error nothing is written any more, `flush` raises, and
+the server ends (`failure`).
 """
 
 import contextlib
@@ -16,12 +17,12 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from camshaft.errors import ConfigError
+from camshaft.errors import CamshaftError, ConfigError
 from camshaft.service.futures import Future, Result, Statement
 
 LOG = "log.sqlite3"
@@ -47,6 +48,10 @@ CREATE INDEX IF NOT EXISTS entries_of_session ON entries (session);
 COLUMNS = "subject, number, kind, digest, future, abandoned, has_failed, is_expired, media, result"
 
 logger = logging.getLogger(__name__)
+
+
+class LogError(CamshaftError):
+    """The log cannot be written any more, so the server has to end."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,14 @@ class Store:
 
     def __init__(self, path: Path):
         self.path = path
+        self.failure: str | None = None
+        """Why nothing is written any more."""
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         with self._connect() as connection:
             self._create(connection)
+        self._connection = self._open()
+        self._connection.execute("PRAGMA synchronous = FULL")
         self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
         self._thread.start()
 
@@ -101,10 +110,12 @@ class Store:
         self._writes.put(_Write(statements, then))
 
     def flush(self) -> None:
-        """Return when all that has been written is on the disk."""
+        """Return when all that has been written is on the disk. Raise `LogError` if that is impossible."""
         done = threading.Event()
         self.write(then=done.set)
         done.wait()
+        if self.failure is not None:
+            raise LogError(self.failure)
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -144,9 +155,11 @@ class Store:
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
-        with contextlib.closing(connection):
+        with contextlib.closing(self._open()) as connection:
             yield connection
+
+    def _open(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
 
     def _create(self, connection: sqlite3.Connection) -> None:
         try:
@@ -167,14 +180,17 @@ class Store:
             connection.execute(f"DELETE FROM {table} WHERE session NOT IN (SELECT session FROM sessions)")
 
     def _write_all(self) -> None:
-        with self._connect() as connection:
-            connection.execute("PRAGMA synchronous = FULL")
+        with contextlib.closing(self._connection):
             while (writes := self._take()) is not None:
-                while not self._commit(connection, writes) and not self._is_closed.wait(RETRY_SECONDS):
-                    pass
+                try:
+                    while self.failure is None and not self._commit(writes) and not self._is_closed.wait(RETRY_SECONDS):
+                        pass
+                except Exception as error:
+                    logger.critical("%s cannot be written, so the server ends", self.path, exc_info=True)
+                    self.failure = f"{self.path} cannot be written: {type(error).__name__}: {error}"
                 for write in writes:
-                    if write.then is not None:
-                        write.then()
+                    if write.then is not None and (self.failure is None or not write.statements):
+                        _call(write.then)
 
     def _take(self) -> "list[_Write] | None":
         """Wait for a write, and return it with those that are queued behind it. Return None after `close`."""
@@ -191,11 +207,12 @@ class Store:
                 writes.append(write)
         return writes
 
-    def _commit(self, connection: sqlite3.Connection, writes: "list[_Write]") -> bool:
+    def _commit(self, writes: "list[_Write]") -> bool:
         """Execute writes as one transaction. Return False, with no change, if the disk does not allow it."""
         statements = [statement for write in writes for statement in write.statements]
         if not statements:
             return True
+        connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
             for text, values in statements:
@@ -213,6 +230,14 @@ class Store:
 class _Write:
     statements: tuple[Statement, ...]
     then: Callable[[], object] | None
+
+
+def _call(function: Callable[[], object]) -> None:
+    """Call a function, whose error does not concern other writes."""
+    try:
+        function()
+    except Exception:
+        logger.exception("a result cannot be delivered")
 
 
 def _entry(row: Any) -> Entry:
@@ -290,6 +315,12 @@ def set_state(model_id: str, number: int, is_unsaved: bool) -> tuple[Statement, 
     )
 
 
-def remove_session(session: str) -> tuple[Statement, ...]:
-    tables = ("entries", "samplers", "states", "sessions")
-    return tuple((f"DELETE FROM {table} WHERE session = ?", (session,)) for table in tables)
+def remove_session(session: str, but: Sequence[str] = ()) -> tuple[Statement, ...]:
+    """Remove a session, or all of it but some models."""
+    marks = ", ".join("?" * len(but))
+    statements = (
+        (f"DELETE FROM entries WHERE session = ? AND subject NOT IN ({marks})", (session, *but)),
+        (f"DELETE FROM states WHERE session = ? AND model NOT IN ({marks})", (session, *but)),
+        ("DELETE FROM samplers WHERE session = ?", (session,)),
+    )
+    return statements if but else (*statements, ("DELETE FROM sessions WHERE session = ?", (session,)))

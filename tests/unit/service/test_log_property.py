@@ -28,11 +28,11 @@ class LosingStore(Store):
 
     is_killed = False
 
-    def _commit(self, connection: Any, writes: Any) -> bool:
+    def _commit(self, writes: Any) -> bool:
         if self.is_killed:
             writes.clear()
             return True
-        return super()._commit(connection, writes)
+        return super()._commit(writes)
 
 
 class Server:
