@@ -65,6 +65,8 @@ class Job:
     """True for a command that is executed again when its model is restored, so that the log keeps its body."""
     give_up: Callable[[str], Result] | None = None
     """Called with the reason if the worker process has died in every attempt. Return the result."""
+    is_ready: Callable[[], bool] = lambda: True
+    """False as long as the job, and those of its session behind it, wait for jobs of other sessions."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ class JobQueue:
     def close(self, jobs: Sequence[Job] = ()) -> None:
         """Execute these jobs in place of those that are queued, which remain in the log, and end the thread."""
         with self._changed:
-            self._jobs, self._is_closed = {"": deque(jobs)} if jobs else {}, True
+            self._jobs, self._is_closed = {}, True
+            for job in jobs:
+                self.times.added(job.future.session)
+                self._jobs.setdefault(job.future.session, deque()).append(job)
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -173,16 +178,21 @@ class JobQueue:
     def _take(self) -> list[Job]:
         """Wait for the next job, and return it with the others of its batch. Return nothing after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            self._changed.wait_for(lambda: self._is_closed or any(jobs[0].is_ready() for jobs in self._jobs.values()))
             if not self._jobs:
                 return []
             if not self._continues_turn():
                 if self._turn in self._jobs:  # it goes behind all clients that wait
                     self._jobs[self._turn] = self._jobs.pop(self._turn)
-                self._turn, self._num_tokens = next(iter(self._jobs)), 0
+                self._turn = next(session for session, jobs in self._jobs.items() if jobs[0].is_ready())
+                self._num_tokens = 0
             first = self._jobs[self._turn][0]
+            if first.batch is not None:
+                self._gather()
+                if self._is_closed:  # in the meantime, with other jobs
+                    return self._take()
             self._num_tokens += first.num_tokens or 0
-            batch = [first] if first.batch is None else self._gathered(first)
+            batch = [first] if first.batch is None else self._batch_of(first)
             for job in batch:
                 jobs = self._jobs[job.future.session]
                 jobs.remove(job)
@@ -198,9 +208,8 @@ class JobQueue:
         others = (jobs[0].num_tokens or 0 for session, jobs in self._jobs.items() if session != self._turn)
         return num_tokens is not None and self._num_tokens + num_tokens <= max(others, default=0)
 
-    def _gathered(self, first: Job) -> list[Job]:
+    def _batch_of(self, first: Job) -> list[Job]:
         """Return the jobs of the batch of a job, from all sessions, the oldest ones first."""
-        self._gather()
         batch, num_rows = [first], first.num_rows
         for job in sorted(itertools.chain(*self._jobs.values()), key=lambda job: job.future.age):
             if job is not first and job.batch == first.batch and num_rows + job.num_rows <= MAX_ROWS:
@@ -213,7 +222,7 @@ class JobQueue:
         deadline = time.monotonic() + MAX_GATHER_SECONDS
         while not self._is_closed and time.monotonic() < deadline:
             count = len(self)
-            if not self._changed.wait_for(lambda count=count: len(self) > count, GATHER_SECONDS):
+            if not self._changed.wait_for(lambda count=count: self._is_closed or len(self) > count, GATHER_SECONDS):
                 return
 
 
@@ -222,7 +231,9 @@ def _execute(jobs: Sequence[Job]) -> Sequence[Result] | Postponed:
     reason = ""
     for _ in range(MAX_ATTEMPTS):
         try:
-            return jobs[0].execute(jobs)
+            results = jobs[0].execute(jobs)
+            assert len(results) == len(jobs), "each job has a result"
+            return results
         except Postponed as postponed:
             return postponed
         except WorkerError as error:
@@ -243,12 +254,18 @@ def _give_up(job: Job, reason: str) -> Result:
 
 def failure_of(error: Exception) -> Result:
     """Return the result of a command that has raised an error."""
-    if isinstance(error, CommandError):
+    if isinstance(error, CommandError | Refused):
         return Result.of_error("user", str(error))
     logger.error("a command failed", exc_info=error)
     return Result.of_error(
         "server", f"{type(error).__name__}: {error}; log.txt in the folder of the server has the traceback"
     )
+
+
+def failed_job(future: Future, error: Exception) -> Job:
+    """Return the job of a request that cannot be executed."""
+    result = failure_of(error)
+    return Job(future, lambda _: [result])
 
 
 class Repetitions:
@@ -308,8 +325,9 @@ class CommandLog:
                 admit()
                 future = self.futures.create(session_of(self.subject), (self.subject, number), digest=digest)
                 entry = Entry(self.subject, number, kind, digest, future.identifier, content)
+                command = self.prepare(entry, future)
                 self.queue.store.write(add_entry(entry))
-                self._accept(entry, future)
+                self._accept(entry, future, command)
         self.queue.store.flush()
         return future
 
@@ -320,19 +338,19 @@ class CommandLog:
             return
         future = restore_future(self.futures, entry)
         if entry.result is None and entry.abandoned is None:
-            self._accept(entry, future)
+            self._accept(entry, future, self.prepare(entry, future))
             return
         self._repetitions.add(entry.number, future)
         self._next = entry.number + 1
         if entry.result is None:
             self._abandon(self.prepare(entry, future), f"{entry.abandoned}")
 
-    def _accept(self, entry: Entry, future: Future) -> None:
+    def _accept(self, entry: Entry, future: Future, command: Command) -> None:
         """Queue a command, and those that have waited for it, or let it wait for an earlier one."""
         self._repetitions.add(entry.number, future)
         if not self._waiting:
             self._waiting_since = time.monotonic()
-        self._waiting[entry.number] = self.prepare(entry, future)
+        self._waiting[entry.number] = command
         while self._next in self._waiting:
             self.queue.put(self._waiting.pop(self._next).job)
             self._next += 1

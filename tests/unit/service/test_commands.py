@@ -194,6 +194,47 @@ def test_a_batch_takes_jobs_of_all_sessions(queue: JobQueue) -> None:
     assert batches == [["a", "b"], ["b"]]
 
 
+def test_a_queue_that_is_closed_while_a_batch_gathers_executes_the_last_jobs(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "GATHER_SECONDS", 30.0)
+    monkeypatch.setattr(commands, "MAX_GATHER_SECONDS", 30.0)
+    done, is_waiting = list[int](), threading.Event()
+    gather = queue._gather
+
+    def gather_slowly() -> None:
+        is_waiting.set()
+        gather()
+
+    monkeypatch.setattr(queue, "_gather", gather_slowly)
+    queue.put(replace(recorded_job(1, done), batch="v1"))
+    queue.start()
+    assert is_waiting.wait(30.0)
+    last = recorded_job(2, done, Future(""))
+    queue.close([last])
+    assert done == [2]
+    assert last.future.wait(30.0)
+
+
+def test_a_job_that_waits_for_others_lets_them_run(queue: JobQueue) -> None:
+    done: list[int] = []
+    jobs = [recorded_job(number, done, Future(session)) for number, session in enumerate("aabb")]
+    jobs[0] = replace(jobs[0], is_ready=lambda: 3 in done)
+    for job in jobs:
+        queue.put(job)
+    queue.start()
+    assert all(job.future.wait(30.0) for job in jobs)
+    assert done == [2, 3, 0, 1]
+
+
+def test_a_job_with_too_few_results_fails_with_its_batch(queue: JobQueue) -> None:
+    jobs = [Job(Future("s"), lambda _: [Result.of_json({})], batch="v1") for _ in range(2)]
+    for job in jobs:
+        queue.put(job)
+    queue.start()
+    assert all(result is not None and result.has_failed for result in (job.future.wait(30.0) for job in jobs))
+
+
 def test_a_future_is_pending_until_it_is_resolved_and_then_fetched_by_all() -> None:
     future, results = Future("s"), list[Result | None]()
     assert future.wait(0.0) is None
