@@ -13,7 +13,10 @@ being written cannot be seen. A folder that has lost its name is removed when no
 checked before they become paths.
 """
 
+import contextlib
+import itertools
 import json
+import logging
 import re
 import threading
 import time
@@ -29,9 +32,14 @@ from camshaft.service.errors import CommandError
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 
+MAX_TTL = 10**9
+"""Maximum time to live of saved weights, in seconds."""
+
 _PATH = re.compile(r"tinker://([\w-]{1,64}):train:(\d{1,9})/(weights|sampler_weights)/([^/]+)")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,127}", re.ASCII)
 _FOLDER = re.compile(r".+\.\d+")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,12 @@ class Saved:
     expires_at: float | None = None
 
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        """Return the size of the files, of which some may be removed at the same time."""
+        size = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                size += path.stat().st_size if path.is_file() else 0
+        return size
 
 
 class Checkpoints:
@@ -127,6 +140,8 @@ class Checkpoints:
         self.lock = threading.RLock()
         self._names = threading.Lock()
         """Held while a name changes, and not while a checkpoint is written or read."""
+        self._reported: dict[Path, str] = {}
+        """Last error of each folder that could not be swept."""
 
     def states_of(self, model_id: str) -> Path:
         """Return the folder for the states of a model that the server saves to restore it."""
@@ -138,14 +153,19 @@ class Checkpoints:
         return self.root / session / number
 
     def find(self, path: SavedPath) -> Saved | None:
-        """Return what is saved under a path; None if there is nothing."""
+        """Return what is saved under a path; None if there is nothing. Raise `CommandError` if its file is damaged."""
         text = storage.read_text(self._parent(path), f"{path.name}.json")
         if text is None:
             return None
-        content = json.loads(text)
-        record, folder = Record(**content.pop("record")), self._parent(path) / content.pop("folder")
-        saved = Saved(record, folder, **content)
-        return None if saved.expires_at is not None and saved.expires_at <= time.time() else saved
+        try:
+            content = json.loads(text)
+            record, folder = Record(**content.pop("record")), self._parent(path) / content.pop("folder")
+            saved = Saved(record, folder, **content)
+            return None if saved.expires_at is not None and saved.expires_at <= time.time() else saved
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CommandError(
+                f"{path}: {path.name}.json does not describe saved weights; restore or move it"
+            ) from error
 
     def get(self, path: SavedPath) -> Saved:
         """Return what is saved under a path. Raise `CommandError` if there is nothing."""
@@ -175,6 +195,7 @@ class Checkpoints:
 
         A command that is executed again after a crash finds the weights that it has saved under its number.
         """
+        expires_at = _expiry(ttl_seconds)
         with self.lock:
             earlier = self.find(path)
             if earlier is not None and number is not None and earlier.number == number:
@@ -188,12 +209,12 @@ class Checkpoints:
             folder = parent / f"{path.name}.{time.time_ns()}"  # which no earlier one has had
             save(str(folder))
             with self._names:
-                self._name(path, Saved(record, folder, number, now, None if ttl_seconds is None else now + ttl_seconds))
+                self._name(path, Saved(record, folder, number, now, expires_at))
 
     def set_ttl(self, path: SavedPath, seconds: float | None) -> None:
         """Let saved weights expire after a time from now, or never."""
         with self._names:
-            self._name(path, replace(self.get(path), expires_at=None if seconds is None else time.time() + seconds))
+            self._name(path, replace(self.get(path), expires_at=_expiry(seconds)))
 
     def remove(self, path: SavedPath) -> None:
         """Remove the name of saved weights. `sweep` removes their folder."""
@@ -201,21 +222,36 @@ class Checkpoints:
             (self._parent(path) / f"{path.name}.json").unlink(missing_ok=True)
 
     def sweep(self, used: Collection[str]) -> None:
-        """Remove the weights that have expired or have no name, except those in folders that samplers use."""
+        """Remove the weights that have expired or have no name, except those in folders that samplers use.
+
+        A folder that cannot be swept is reported and left as it is.
+        """
         with self.lock:
             for parent in self._parents():
-                named = {saved.folder for path in _paths(parent) if (saved := self.find(path)) is not None}
-                for path in _paths(parent):
-                    if self.find(path) is None:
-                        self.remove(path)
-                for folder in parent.iterdir():
-                    if _FOLDER.fullmatch(folder.name) and folder not in named and str(folder) not in used:
-                        storage.remove(folder)
+                try:
+                    self._sweep(parent, used)
+                except (CommandError, OSError) as error:
+                    if self._reported.get(parent) != str(error):
+                        logger.warning("expired weights in %s are not removed: %s", parent, error)
+                    self._reported[parent] = str(error)
+
+    def _sweep(self, parent: Path, used: Collection[str]) -> None:
+        found = {path: self.find(path) for path in _paths(parent)}
+        for path, saved in found.items():
+            if saved is None:
+                self.remove(path)
+        named = {saved.folder for saved in found.values() if saved is not None}
+        for folder in parent.iterdir():
+            if _FOLDER.fullmatch(folder.name) and folder not in named and str(folder) not in used:
+                storage.remove(folder)
 
     def all_of(self, owner: str) -> list[tuple[SavedPath, Saved]]:
         """Return the saved weights of an owner, the newest first."""
-        paths = [path for parent in self._parents() for path in _paths(parent)]
-        found = [(path, saved) for path in paths if (saved := self.find(path)) and saved.record.owner == owner]
+        found: list[tuple[SavedPath, Saved]] = []
+        for path in itertools.chain(*map(_paths, self._parents())):
+            with contextlib.suppress(CommandError):  # of damaged files, which `sweep` reports
+                if (saved := self.find(path)) is not None and saved.record.owner == owner:
+                    found.append((path, saved))
         return sorted(found, key=lambda entry: -entry[1].created_at)
 
     def _parents(self) -> list[Path]:
@@ -228,6 +264,15 @@ class Checkpoints:
 
     def _parent(self, path: SavedPath) -> Path:
         return self.root / path.session / str(path.number) / path.kind
+
+
+def _expiry(seconds: float | None) -> float | None:
+    """Return the time at which weights with a time to live expire. Raise `CommandError` if it is not a valid one."""
+    if seconds is None:
+        return None
+    if not 0 < seconds <= MAX_TTL:
+        raise CommandError(f"ttl_seconds={seconds} is not from 1 to {MAX_TTL}; leave it out to keep the weights")
+    return time.time() + seconds
 
 
 def _paths(parent: Path) -> list[SavedPath]:

@@ -86,13 +86,11 @@ class Runs:
 
     def set_ttl(self, owner: str, model_id: str, kind: str, name: str, seconds: int | None) -> dict[str, Any]:
         """Let saved weights expire after a time from now; None: never."""
-        if seconds is not None and seconds <= 0:
-            raise Refused(f"ttl_seconds={seconds} is not above 0; delete the weights, or give a time")
         path = self._find(owner, model_id, kind, name)
         try:
             self.checkpoints.set_ttl(path, seconds)
         except CommandError as error:
-            raise Refused(str(error), HTTPStatus.NOT_FOUND) from error
+            raise Refused(str(error)) from error
         return {}
 
     def _find(self, owner: str, model_id: str, kind: str, name: str) -> SavedPath:
