@@ -4,7 +4,8 @@
     LocalServer(app, ServerLimits(...), host=..., port=...)
 
 Every request has a key in the header X-API-Key, which is checked before its body is read. A mistake of a client is a
-reply that the SDK does not repeat, or the result of a future.
+reply that the SDK does not repeat, or the result of a future. After an error of the server, which has the status 500,
+the SDK repeats the request; the traceback is in the log.
 """
 
 import json
@@ -129,6 +130,10 @@ class App:
             return json_reply({"detail": str(error)}, error.status)
         except schemas.InvalidBody as error:
             return json_reply({"detail": str(error)}, HTTPStatus.UNPROCESSABLE_ENTITY)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            text = f"{type(error).__name__}: {error}; log.txt in the folder of the server has the traceback"
+            return json_reply({"detail": text}, HTTPStatus.INTERNAL_SERVER_ERROR)
         return value if isinstance(value, Reply) else json_reply(value)
 
     def _find_route(self, request: Request) -> Answer:

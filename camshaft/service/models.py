@@ -138,6 +138,8 @@ class Model:
             parts.checkpoints.folder_of(facts.identifier), facts.identifier, parts.queue.times, facts.describe(parts)
         )
         self._has_unsaved_steps = False
+        self.is_kept = False
+        """True if it could not be saved at the end of its session, so that the log keeps it for the next start."""
 
     @property
     def identifier(self) -> str:
@@ -145,8 +147,8 @@ class Model:
 
     # -- creation and restoration -------------------------------------------------------------------
 
-    def create(self, future: Future) -> Job:
-        """Build the model, with saved weights if it is created from a path."""
+    def create(self, future: Future, has_room: Callable[[], bool] = lambda: True) -> Job:
+        """Build the model when there is room for it, with saved weights if it is created from a path."""
         creation = self.facts.creation
 
         def run() -> Result:
@@ -176,7 +178,7 @@ class Model:
             self.was_created(reason)
             return Result.of_error("server", f"{self._ended}")
 
-        return Job(future, execute, keeps_content=True, give_up=give_up)
+        return Job(future, execute, keeps_content=True, give_up=give_up, is_ready=has_room)
 
     def was_created(self, error: str | None = None) -> None:
         """Continue after the creation, which may have failed with an error."""
@@ -254,7 +256,9 @@ class Model:
 
     def _save_state(self, number: int) -> tuple[Statement, ...]:
         """Save a state of the server's own after a command. Return what records it, together with the result."""
-        self.remove_states(but=self.parts.queue.store.state(self.identifier))
+        store = self.parts.queue.store
+        store.flush()  # the record of the last state, which may be the state of the last command
+        self.remove_states(but=store.state(self.identifier))
         self._call("save", str(self._states() / str(number)), True)
         versions = self.parts.versions.published_by(self.identifier)
         self.role.call("keep_versions", [version.identifier for version in versions if version.source.model_id])
@@ -468,10 +472,20 @@ class Model:
         """Save the model under the name `last`, if it has steps that are not saved, and free its engine."""
 
         def run() -> Result:
-            if self._ended is None:
-                self.ensure_current()
-                self._save_last()
+            try:
+                if self._ended is None:
+                    self.ensure_current()
+                    self._save_last()
+            except WorkerError:
+                raise
+            except Exception:
+                logger.exception("%s cannot be saved at the end of its session", self.identifier)
+                self.is_kept = True
             return free("its session has ended")
+
+        def give_up(reason: str) -> Result:
+            self.is_kept = True
+            return free(reason)
 
         def free(reason: str) -> Result:
             with contextlib.suppress(WorkerError):
@@ -481,7 +495,7 @@ class Model:
             self._ended = f"the model {self.identifier} has been released: {reason}"
             return Result.of_json({})
 
-        return Job(future, lambda _: [run()], give_up=free)
+        return Job(future, lambda _: [run()], give_up=give_up)
 
     def suspend(self, future: Future) -> Job:
         """Save the model before the server stops: for the next start, and under the name `last` as for its end."""

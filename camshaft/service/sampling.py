@@ -31,7 +31,7 @@ from camshaft.errors import RolloutError
 from camshaft.rollout import SamplingParams
 from camshaft.service import codec
 from camshaft.service.checkpoints import Saved, SavedPath, lora_of
-from camshaft.service.commands import MAX_ROWS, Job, JobQueue, Postponed, Repetitions
+from camshaft.service.commands import MAX_ROWS, Job, JobQueue, Postponed, Repetitions, failed_job
 from camshaft.service.errors import CommandError, WeightsLost
 from camshaft.service.futures import Future, Result
 from camshaft.service.process import PerRank, Roles
@@ -39,6 +39,8 @@ from camshaft.service.scoring import Wanted, Widths, read_wanted
 from camshaft.wire.schemas import Sample, SampleSettings
 
 MAX_SEED = 2**62
+MIN_TEMPERATURE = 1e-6
+"""Minimum temperature but 0. Scores that are divided by a smaller one may overflow."""
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,8 @@ class Sampler:
         """Return the job of a request with a seed. An invalid request is a job that fails."""
         try:
             argument, sampling = self._read(request)
-        except CommandError as error:
-            message = str(error)
-            return Job(future, lambda _: [Result.of_error("user", message)])
+        except Exception as error:
+            return failed_job(future, error)
         widths = argument.wanted.widths
         key = (self.version.identifier, sampling, widths)
         return Job(future, lambda jobs: self._execute(jobs, sampling, widths), argument, key, len(argument.seeds))
@@ -264,6 +265,17 @@ class Sampler:
         """Return the options of the rollout. With `stop`, exactly these tokens and strings end a sample."""
         stop = settings.stop
         entries = [stop] if isinstance(stop, str) else stop or []
+        stop_ids = tuple(entry for entry in entries if isinstance(entry, int))
+        if invalid := [token for token in stop_ids if not 0 <= token < self.limits.vocabulary]:
+            raise CommandError(
+                f"sampling_params.stop contains the token id {invalid[0]}, but those of the model are "
+                f"0..{self.limits.vocabulary - 1}; use the tokenizer of this model"
+            )
+        if 0 < settings.temperature < MIN_TEMPERATURE:
+            raise CommandError(
+                f"sampling_params.temperature={settings.temperature} is above 0 and below {MIN_TEMPERATURE:g}; set it "
+                "to 0 to sample greedily"
+            )
         try:
             return SamplingParams(
                 max_tokens=self.limits.context if settings.max_tokens is None else settings.max_tokens,
@@ -272,7 +284,7 @@ class Sampler:
                 top_p=settings.top_p,
                 ignore_eos=stop is not None,
                 stop=tuple(entry for entry in entries if isinstance(entry, str)),
-                stop_token_ids=tuple(entry for entry in entries if isinstance(entry, int)),
+                stop_token_ids=stop_ids,
             )
         except RolloutError as error:
             raise CommandError(f"sampling_params: {error}") from error

@@ -19,6 +19,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -29,7 +30,7 @@ from camshaft.errors import WorkerError
 from camshaft.plugins import TESTED_SDK
 from camshaft.service import codec
 from camshaft.service.checkpoints import Checkpoints, Record
-from camshaft.service.commands import Job, JobQueue, digest_of, restore_future, write_json
+from camshaft.service.commands import MAX_ROWS, Job, JobQueue, digest_of, failed_job, restore_future, write_json
 from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.models import Creation, Model, ModelFacts, Parts
@@ -61,6 +62,10 @@ SILENT_SECONDS = 30.0
 """Time without a heartbeat, of which the SDK sends one every 10 s, after which a session may make room for another."""
 FINISH_SECONDS = 20.0
 """Time for which a client that finishes its session waits until its models are saved."""
+MAX_RANK = 2**14
+"""Maximum rank of an adapter for a model of unknown size."""
+MAX_ERRORS = 1000
+"""Maximum number of different errors of time limits that are logged."""
 MODEL_FIELDS = ("train_attn", "train_mlp", "train_unembed")
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,10 @@ class Service:
         self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
         self.runs = Runs(self.checkpoints, self.sessions)
         self._is_closed = threading.Event()
+        self._creating = threading.Lock()
+        """Held while a model gets its place among `max_models`. It is acquired before the lock of a session."""
+        self._sweep_errors: set[str] = set()
+        """Errors of checks of time limits that have been logged."""
         self._sweeper = threading.Thread(target=self._sweep, name="sessions", daemon=True)
         self._restore()
 
@@ -109,10 +118,12 @@ class Service:
         for identifier, owner in self.store.sessions():
             self.sessions.add(Session(owner, identifier))
         for session_id, number, base_model, source, used_at in sorted(self.store.samplers(), key=lambda row: row[-1]):
+            session, version = self.sessions.get(session_id), self.versions.restore(Source.from_json(source))
+            version.used_at = used_at
             if base_model in self.bases:
-                version = self.versions.restore(Source.from_json(source))
-                version.used_at = used_at
-                self._add_sampler(self.sessions.get(session_id), number, version, base_model)
+                self._add_sampler(session, number, version, base_model)
+            else:
+                session.missing_samplers[number] = version
         for entry in self.store.entries():
             session = self.sessions.get(session_of(entry.subject))
             _, kind, number = entry.subject.split(":")
@@ -140,13 +151,19 @@ class Service:
         future = restore_future(self.futures, entry)
         sampler.repetitions.add(entry.number, future)
         if entry.result is None:
-            request, _ = schemas.read(schemas.Sample, json.loads(entry.content or b""))
-            self.sampling_queue.put(sampler.job(future, sampler.with_seed(request)))
+            try:
+                request, _ = schemas.read(schemas.Sample, json.loads(entry.content or b""))
+                job = sampler.job(future, sampler.with_seed(request))
+            except ValueError as error:
+                job = failed_job(future, error)
+            self.sampling_queue.put(job)
 
     def _restore_model(self, session: Session, number: int, entry: Entry) -> None:
         creation = Creation.read(entry.content or b"")
         if creation.record.base_model not in self.bases:
             logger.warning("%s needs the base model %s, which is not served", entry.subject, creation.record.base_model)
+            session.missing_models[entry.subject] = future = Future(session.identifier, digest=entry.digest)
+            session.creations.add(number, future)
             return
         model, future = self._new_model(session, number, creation), restore_future(self.futures, entry, is_kept=True)
         session.models[number] = model
@@ -225,38 +242,59 @@ class Service:
         return Result.of_json({})
 
     def _forget(self, session: Session) -> Result:
-        """Free the weights that no sampler uses any more, and forget the session in the log."""
+        """Free the weights that no sampler uses any more, and forget the session, except for models to be kept."""
         self.queue.times.forget(session.identifier)
+        kept = [*session.missing_models]
         for model in session.models.values():
-            model.remove_states()
+            if model.is_kept:
+                kept.append(model.identifier)
+            else:
+                model.remove_states()
         self.versions.forget(lambda: self._unused_versions(session))
-        return Result(b"{}", writes=remove_session(session.identifier))
+        self.sessions.forget(session)
+        return Result(b"{}", writes=remove_session(session.identifier, kept))
 
     def _unused_versions(self, session: Session) -> set[Version]:
         """Return the versions that a closed session has used, and no other one uses."""
-        versions = {sampler.version for sampler in session.samplers.values()}
+        versions = _sampled_versions(session)
         for model in session.models.values():
             versions.update(self.versions.published_by(model.identifier))
         return versions - self._used_versions()
 
     def _used_versions(self) -> set[Version]:
-        return {sampler.version for session in self.sessions for sampler in list(session.samplers.values())}
+        return set().union(*map(_sampled_versions, self.sessions))
 
     def _sweep(self) -> None:
         swept_at = time.monotonic()
         while not self._is_closed.wait(SWEEP_SECONDS):
-            now = time.monotonic()
             for session in self.sessions:
-                if now - session.seen_at > self.config.session_timeout:
-                    logger.warning("session %s sent no heartbeat for %g s", session.identifier, now - session.seen_at)
-                    self._end(session)
-                for model in list(session.models.values()):
-                    model.log.end_gap(self.config.gap_timeout)
-            for future in self.futures.expire(self.config.result_ttl):
-                self.store.write(expire_result(future))
-            if now - swept_at > CHECKPOINT_SECONDS:
-                swept_at = now
-                self.sweep_checkpoints()
+                self._attempt(lambda session=session: self._sweep_session(session))
+            self._attempt(self._sweep_results)
+            if time.monotonic() - swept_at > CHECKPOINT_SECONDS:
+                swept_at = time.monotonic()
+                self._attempt(self.sweep_checkpoints)
+
+    def _attempt(self, check: Callable[[], None]) -> None:
+        """Check time limits. An error does not end the checks, and is logged once."""
+        try:
+            check()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if text not in self._sweep_errors and len(self._sweep_errors) < MAX_ERRORS:
+                self._sweep_errors.add(text)
+                logger.exception("time limits cannot be checked; the server tries again")
+
+    def _sweep_session(self, session: Session) -> None:
+        silence = time.monotonic() - session.seen_at
+        if silence > self.config.session_timeout:
+            logger.warning("session %s sent no heartbeat for %g s", session.identifier, silence)
+            self._end(session)
+        for model in list(session.models.values()):
+            model.log.end_gap(self.config.gap_timeout)
+
+    def _sweep_results(self) -> None:
+        for future in self.futures.expire(self.config.result_ttl):
+            self.store.write(expire_result(future))
 
     def sweep_checkpoints(self) -> None:
         """Remove saved weights that have expired, unless a sampler uses them."""
@@ -281,8 +319,12 @@ class Service:
         self._check_base(body.base_model)
         settings = body.lora_config or schemas.LoraSettings(rank=0)
         self._check_optimizer(body.optimizer_config)
-        if settings.rank < 0:
-            raise Refused(f"lora_config.rank={settings.rank} is negative; 0 trains all weights")
+        max_rank = self.config.settings(self.bases[body.base_model]).hidden_size() or MAX_RANK
+        if not 0 <= settings.rank <= max_rank:
+            raise Refused(
+                f"lora_config.rank={settings.rank} is not from 0, which trains all weights, to {max_rank}, the largest "
+                f"one for {body.base_model}"
+            )
         seed = self.config.seed + body.model_seq_id if settings.seed is None else settings.seed
         groups = {name: getattr(settings, name) for name in MODEL_FIELDS}
         if settings.rank and not any(groups.values()):
@@ -293,18 +335,20 @@ class Service:
 
     def _open_model(self, session: Session, number: int, creation: Creation, digest: bytes) -> dict[str, Any]:
         """Create a model with a number in its session, unless the same request has done so."""
-        with session.lock:
+        with self._creating, session.lock:
+            self.sessions.find(session.identifier, session.owner)  # it may have ended in the meantime
             future = session.creations.find(number, digest)
             model_id = f"{session.identifier}:train:{number}"
             if future is None:
-                self._make_room()
+                self._make_room(session.owner)
                 self._check_disk()
+                earlier = self.sessions.models_with_engines()
                 session.models[number] = model = self._new_model(session, number, creation)
                 future = self.futures.create(session.identifier, (model_id, 0), digest=digest, is_kept=True)
                 kind = "create_model" if creation.path is None else "load_weights"
                 self.store.write(add_entry(Entry(model_id, 0, kind, digest, future.identifier, write_json(creation))))
                 session.creations.add(number, future)
-                self.queue.put(model.create(future))
+                self.queue.put(model.create(future, lambda: self._has_room(earlier)))
         self.store.flush()
         return {"request_id": future.identifier, "model_id": model_id}
 
@@ -318,7 +362,7 @@ class Service:
             lambda: self._limit_published(session, facts.identifier),
         )
 
-    def _make_room(self) -> None:
+    def _make_room(self, owner: str) -> None:
         """End silent sessions if there are too many models. Raise `Refused` if that is not enough."""
         sessions = sorted(self.sessions, key=lambda session: session.seen_at)
         for session in sessions:
@@ -327,14 +371,20 @@ class Service:
             if session.models and time.monotonic() - session.seen_at > SILENT_SECONDS:
                 self._end(session)
         if self._num_models() >= self.config.max_models:
-            owners = ", ".join(session.identifier for session in sessions if session.models)
+            own = [session.identifier for session in sessions if session.models and session.owner == owner]
+            sentence = f"those of this key are in the sessions {', '.join(own)}" if own else "none is of this key"
             raise Refused(
-                f"{self._num_models()} models are in training (sessions {owners}), and the server was started with "
+                f"{self._num_models()} models are in training ({sentence}), and the server was started with "
                 f"max_models={self.config.max_models}; end one of these programs, or start the server with a larger one"
             )
 
     def _num_models(self) -> int:
-        return sum(model.holds_engine for session in self.sessions for model in session.models.values())
+        """Return the number of models of open sessions that have an engine or will get one."""
+        return sum(model.holds_engine for session in self.sessions for model in list(session.models.values()))
+
+    def _has_room(self, earlier: Sequence[Model]) -> bool:
+        """Return False while earlier models, those of sessions that are about to end, take all places."""
+        return sum(model.holds_engine for model in earlier) < self.config.max_models
 
     def get_info(self, owner: str, body: schemas.OfModel) -> dict[str, Any]:
         _, model = self.sessions.of_model(body.model_id, owner)
@@ -460,20 +510,25 @@ class Service:
                     )
                 future = self.futures.create(session.identifier, (sampler.identifier, body.seq_id), digest=digest)
                 body = sampler.with_seed(body)  # which the log keeps
-                content = write_json(body)
+                content, job = write_json(body), sampler.job(future, body)
                 entry = Entry(sampler.identifier, body.seq_id, "asample", digest, future.identifier, content)
                 sampler.version.used_at = time.time()
                 self.store.write(add_entry(entry), use_sampler(sampler.identifier, sampler.version.used_at))
                 sampler.repetitions.add(body.seq_id, future)
-                self.sampling_queue.put(sampler.job(future, body))
+                self.sampling_queue.put(job)
         self.store.flush()
-        samples = [f"{future.identifier}-{row}" for row in range(max(body.num_samples, 0))]
+        samples = [f"{future.identifier}-{row}" for row in range(min(body.num_samples, MAX_ROWS))]
         return {"request_id": future.identifier, "sample_sequence_ids": samples}
 
     def _add_sampler(self, session: Session, number: int, version: Version, base_model: str) -> Sampler:
         """Create the sampler with a number in its session, or return the one that exists."""
         with session.lock:
             sampler = session.samplers.get(number)
+            if number in session.missing_samplers:
+                raise Refused(
+                    f"sampler {number} of the session has a base model that is not served any more; use a new "
+                    "sampling_session_seq_id"
+                )
             if sampler is None:
                 identifier = f"{session.identifier}:sample:{number}"
                 seed = f"{self.config.seed}/{number}"
@@ -550,3 +605,8 @@ class Service:
     def _check_optimizer(settings: schemas.OptimizerSettings | None) -> None:
         if settings is not None and settings.type not in ("adam", "adamw"):
             raise Refused(f"optimizer_config.type={settings.type} is not supported; this server has adam (AdamW)")
+
+
+def _sampled_versions(session: Session) -> set[Version]:
+    """Return the weights of the samplers of a session."""
+    return {*(sampler.version for sampler in list(session.samplers.values())), *session.missing_samplers.values()}

@@ -17,8 +17,9 @@ from packaging.specifiers import SpecifierSet
 from camshaft.plugins import TESTED_SDK
 from camshaft.service.commands import Repetitions
 from camshaft.service.errors import Refused
+from camshaft.service.futures import Future
 from camshaft.service.models import Model
-from camshaft.service.sampling import Sampler
+from camshaft.service.sampling import Sampler, Version
 
 FIRST_SDK = (0, 25)
 """First version of the SDK that sends protobuf."""
@@ -37,6 +38,11 @@ class Session:
     """Models by their number in the session."""
     samplers: dict[int, Sampler] = field(default_factory=dict)
     """Samplers by their number in the session."""
+    missing_models: dict[str, Future] = field(default_factory=dict)
+    """Models whose base model is not served since the last start, by id, with the futures of their creations. Their
+    commands remain in the log."""
+    missing_samplers: dict[int, Version] = field(default_factory=dict)
+    """Weights of samplers whose base model is not served since the last start."""
     creations: Repetitions = field(default_factory=lambda: Repetitions("model"))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -46,6 +52,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._closed: dict[str, Session] = {}
+        """Sessions that have ended, and whose models are still to be saved and released."""
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Session]:
@@ -100,9 +108,23 @@ class Sessions:
         return session, sampler
 
     def close(self, session: Session) -> bool:
-        """Forget a session. Return False if it has been closed already."""
+        """End a session. Return False if it has been closed already."""
         with self._lock:
-            return self._sessions.pop(session.identifier, None) is not None
+            if self._sessions.pop(session.identifier, None) is None:
+                return False
+            self._closed[session.identifier] = session
+            return True
+
+    def forget(self, session: Session) -> None:
+        """Forget a closed session."""
+        with self._lock:
+            self._closed.pop(session.identifier, None)
+
+    def models_with_engines(self) -> list[Model]:
+        """Return the models that have an engine or will get one, also those of closed sessions."""
+        with self._lock:
+            sessions = [*self._sessions.values(), *self._closed.values()]
+        return [model for session in sessions for model in list(session.models.values()) if model.holds_engine]
 
 
 def check_owner(owner: str, key: str) -> None:

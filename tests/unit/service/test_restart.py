@@ -5,7 +5,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from support.tinker_clients import BASE, Client, ClientModel, Failed, datum, rea
 from support.tiny import tiny_folder
 
 from camshaft.errors import WorkerError
+from camshaft.roles.sampled import Refusal
 from camshaft.roles.served import ServedWorker
 from camshaft.service.keys import add_key
+from camshaft.service.models import Model
 from camshaft.service.store import LOG, Store
 
 DATA = [datum([5, 6, 7, 8, 9]), datum([10, 12, 14], weights=[0.5, -2.0])]
@@ -118,6 +120,20 @@ def wait_until_expired(client: Client, promise: dict[str, Any]) -> None:
 
 def fetch(client: Client, promise: dict[str, Any]) -> tuple[int, bytes]:
     return client.request("retrieve_future", json.dumps({"request_id": promise["request_id"]}).encode())
+
+
+@pytest.mark.parametrize("content", [b'{"seq_id": 9223372036854775808}', b"{}", b"no JSON"])
+def test_a_pending_sample_that_cannot_be_read_fails_after_a_kill(server: ServedFork, content: bytes) -> None:
+    client = server.client()
+    sampler = client.sampler(0, base_model="tiny")
+    promise = client.submit_sample(sampler, 0, [5, 6])
+    client.wait(promise)
+    server.kill()
+    server.query("UPDATE entries SET result = NULL, content = ?", content)
+    server.start()
+    with pytest.raises(Failed):
+        client.wait(promise)
+    assert len(client.sample(sampler, 1, [5, 6])) == 1
 
 
 def test_commands_that_were_given_up_stay_so_after_a_kill(tmp_path: Path) -> None:
@@ -325,6 +341,72 @@ def test_a_session_whose_base_model_is_not_served_any_more_keeps_the_others(serv
     assert len(client.create_model(1).log_probs(1, DATA)) == 2
 
 
+def test_models_survive_a_kill_after_their_results_have_expired(server: ServedFork) -> None:
+    restart(server, result_ttl=0.1, session_timeout=4.0)
+    client = server.client()
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+    created = client.post("create_model", **body)
+    model = ClientModel(client, client.wait(created)["model_id"])
+    train(model, 1)
+    after = model.log_probs(4, DATA)
+    wait_until(lambda: server.query("SELECT count(*) FROM entries WHERE is_expired") == [(3,)])
+    restart(server)
+    assert client.post("create_model", **body) == created
+    assert model.log_probs(5, DATA) == after
+    saved = server.folder / client.session / "0" / "weights" / "last.json"
+    wait_until(saved.exists)  # its session has ended
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_models_and_samplers_of_a_missing_base_model_are_kept_until_it_is_back(server: ServedFork) -> None:
+    client = server.client()
+    model, other = client.create_model(0), client.create_model(1)
+    for each in (model, other):
+        train(each, 1)
+    sampler = model.wait(model.command("save_weights_for_sampler", 4, sampling_session_seq_id=0))
+    train(model, 5)
+    row = client.sample(sampler["sampling_session_id"], 0, [5, 6], seed=1)
+    after = model.log_probs(8, DATA)
+    own = server.options.get("model", f"{BASE}={tiny_folder(tie_embeddings=False)}")
+    restart(server, model=f"renamed={tiny_folder(tie_embeddings=False)}")
+    client.base = "renamed"
+    body = {"session_id": client.session, "base_model": "renamed"}
+    taken = client.post("create_model", 422, **body, model_seq_id=0, lora_config={"rank": 8})
+    assert "model 0 was already sent with another body" in taken["detail"]
+    taken = client.post("create_sampling_session", 422, **body, sampling_session_seq_id=0)
+    assert "sampler 0 of the session has a base model that is not served any more" in taken["detail"]
+    assert len(client.create_model(2).log_probs(1, DATA)) == 2
+    restart(server, model=own)
+    (again,) = client.sample(sampler["sampling_session_id"], 1, [5, 6], seed=1)
+    assert again.tokens == row[0].tokens
+    assert model.log_probs(9, DATA) == after
+
+
+def test_a_session_that_ends_without_its_base_model_is_saved_when_it_is_back(server: ServedFork) -> None:
+    client = server.client()
+    model = client.create_model()
+    train(model, 1)
+    after = model.log_probs(4, DATA)
+    restart(server, model=f"renamed={tiny_folder(tie_embeddings=False)}")
+    client.base = "renamed"
+    client.create_model(1)
+    client.finish()
+    assert server.query("SELECT DISTINCT subject FROM entries") == [(model.identifier,)]
+    restart(server, model=f"{BASE}={tiny_folder(tie_embeddings=False)}", session_timeout=1.0)
+    saved = server.folder / client.session / "0" / "weights" / "last.json"
+    wait_until(saved.exists)
+    wait_until(lambda: server.query("SELECT count(*) FROM sessions") == [(0,)])
+    restart(server, session_timeout=600.0)
+    loaded = server.client().load_model(0, f"tinker://{model.identifier}/weights/last")
+    assert loaded.log_probs(1, DATA) == after
+
+
 def test_commands_are_refused_without_space_on_the_disk(server: ServedFork) -> None:
     client = server.client()
     model = client.create_model()
@@ -361,6 +443,61 @@ def test_the_log_keeps_the_seed_of_a_request_without_one(tmp_path: Path) -> None
         seed = json.loads(content)["sampling_params"]["seed"]
         rows = client.sample(sampler, 2, [5, 6], 2, seed=seed)
         assert [row.tokens for row in read_samples(client.wait(promise))] == [row.tokens for row in rows]
+
+
+class FullDisk(ServedWorker):
+    """A worker that cannot save while `is_full`."""
+
+    is_full = False
+
+    def save(self, model_id: str, folder: str, is_state: bool) -> Any:
+        if FullDisk.is_full:
+            return Refusal("no space left on device")
+        return super().save(model_id, folder, is_state)
+
+
+def test_a_model_that_cannot_be_saved_at_the_end_of_its_session_is_released_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullDisk, "is_full", True)
+    with running_server(tmp_path, worker=FullDisk, max_models=1) as server:
+        client = server.client()
+        model = client.create_model()
+        train(model, 1)
+        after = model.log_probs(4, DATA)
+        server.finish()
+        server.client().create_model()
+        server.finish()
+    FullDisk.is_full = False
+    with running_server(tmp_path, worker=FullDisk, session_timeout=1.0):
+        wait_until((tmp_path / "served" / client.session / "0" / "weights" / "last.json").exists)
+    with running_server(tmp_path, worker=FullDisk) as server:
+        loaded = server.client().load_model(0, f"tinker://{model.identifier}/weights/last")
+        assert loaded.log_probs(1, DATA) == after
+
+
+def test_the_last_recorded_state_remains_until_the_next_one_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, remove, kept = Store._commit, Model.remove_states, list[Any]()
+
+    def commit_slowly(*arguments: Any) -> bool:
+        time.sleep(0.05)
+        return commit(*arguments)
+
+    def record(model: Model, but: Any = None) -> None:
+        kept.append(None if but is None else but.number)
+        remove(model, but)
+
+    monkeypatch.setattr(Store, "_commit", commit_slowly)
+    monkeypatch.setattr(Model, "remove_states", record)
+    with running_server(tmp_path, worker=ServedWorker, save_every=1) as server:
+        model = server.client().create_model()
+        for number in (2, 4, 6):
+            model.train(number - 1, DATA)
+            last = model.step(number)
+        model.wait(last)
+        assert kept == [None, 2, 4]
 
 
 class DyingWorker(ServedWorker):
