@@ -55,7 +55,8 @@ def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, sample
     trained = max(bases, key=lambda folder: max(phase.peak for phase in bases[folder].phases))
     phases = bases[trained].phases
     at_rest = phases[-1].rest
-    versions = config.max_versions * max(base.weights for base in bases.values())
+    version = max(base.weights for base in bases.values())
+    versions = config.max_versions * version
     sampled = sorted((base.weights for base in bases.values()), reverse=True)[: config.max_samplers]
     trains, sampling = config.max_models * at_rest + (versions // config.ranks if on_cpu else 0), sum(sampled)
     is_separate = config.sampling_ranks > 0
@@ -71,7 +72,7 @@ def plan_service(config: ServeConfig, memory: int | None, lora_rank: int, sample
         pool = SAMPLER_POOL if is_separate else GLOBAL_POOL
         rows.append(Row(pool, ROLLOUT, "gen", resident + generator.gen, 0))
     generated = f"{samples} rows of {config.context_length(trained)} tokens"
-    return Plan(rows, limit, list(_notes(config, on_cpu, versions, lora_rank, generated, generator)))
+    return Plan(rows, limit, list(_notes(config, on_cpu, version, lora_rank, generated, generator)))
 
 
 def _supervised(config: ServeConfig, folder: str, device: str, lora_rank: int) -> SFTConfig:
@@ -151,13 +152,15 @@ def _generator_on_cpu(config: ServeConfig, folder: str, samples: int) -> Generat
 
 
 def _notes(
-    config: ServeConfig, on_cpu: bool, versions: int, lora_rank: int, generated: str, generator: Generator | None
+    config: ServeConfig, on_cpu: bool, version: int, lora_rank: int, generated: str, generator: Generator | None
 ) -> Iterator[str]:
     trained = f"adapters of rank {lora_rank} (--lora-rank)" if lora_rank else "all weights (--lora-rank 0)"
     yield f"{config.max_models} models in training (max_models), each with {trained}"
     yield f"sampling of {generated}, prompt and response, at once on each rank (--samples)"
     place = "are part of each phase" if on_cpu else "are in the host memory of each machine"
-    yield f"published weights of {format_size(versions)} (max_versions={config.max_versions}) {place}"
+    versions, files = (format_size(count * version) for count in (config.max_versions, config.max_published))
+    yield f"published weights of {versions} (max_versions={config.max_versions}) {place}"
+    yield f"those of each model need up to {files} of the disk (max_published={config.max_published})"
     if generator is None:
         yield f"gen: the memory of rollout={config.rollout} is not forecast"
     yield "the figures are live tensors; processes, libraries and communication buffers need more (docs/plan.md)"

@@ -67,7 +67,6 @@ OTHER_REQUESTS = {
     "GetBillingUsageRequest",
     "GetCurrentCheckpointStorageUsageRequest",
     "JoinSamplingSessionRequest",
-    "SaveWeightsExternalRequest",
     "SessionSearchRequest",
     "TelemetrySendRequest",
     "UnloadModelRequest",

@@ -97,6 +97,7 @@ def test_models_versions_and_the_largest_base_count(models: dict[str, str]) -> N
     assert peak(one, "train") == peak(rest, "train") + small
     assert peak(two, "train") - peak(one, "train") > weights
     more = plan_service(read(both, "max_models=1", "max_versions=10"), None, 8, SAMPLES)
+    assert any("need up to" in note and "(max_published=20)" in note for note in more.notes)
     assert peak(more, "train") - peak(one, "train") == 2 * weights
 
 
