@@ -19,6 +19,7 @@ from support.broken_tinker import (
     RefusesAtOnce,
     RefusesScores,
     Routes,
+    StepsWithoutEffect,
     running_twin,
 )
 
@@ -116,16 +117,17 @@ def test_a_server_may_answer_polls_with_200(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "server"),
     [
-        "failed chunks fail the step",
-        "models are usable after failures",
-        "steps need gradients",
-        "invalid settings are errors",
+        ("failed chunks fail the step", RefusesAtOnce),
+        ("models are usable after failures", RefusesAtOnce),
+        ("steps need gradients", RefusesAtOnce),
+        ("invalid settings are errors", RefusesAtOnce),
+        ("invalid settings are errors", StepsWithoutEffect),
     ],
 )
-def test_a_server_may_refuse_commands_at_once(name: str, tmp_path: Path) -> None:
-    with running_twin(RefusesAtOnce, tmp_path) as target, TinkerHarness(target) as harness:
+def test_a_server_may_refuse_commands_at_once(name: str, server: type[Routes], tmp_path: Path) -> None:
+    with running_twin(server, tmp_path) as target, TinkerHarness(target) as harness:
         BY_NAME[name].check(harness)
 
 

@@ -342,6 +342,18 @@ class RefusesAtOnce(Routes):
         return super().answer(request)
 
 
+class StepsWithoutEffect(RefusesAtOnce):
+    """Let a step without gradients succeed, which changes no weight. No rule is broken."""
+
+    def answer(self, request: Request) -> Reply:
+        self.seen[json.loads(request.body)["model_id"] if request.path.endswith("optim_step") else ""] = True
+        return super().answer(request)
+
+    def edit_reply(self, route: str, request: Request, reply: Reply) -> Reply:
+        is_empty = "found no gradient" in content_of(reply).get("error", "")
+        return json_reply({"type": "optim_step", "metrics": {"grad_norm": 0.0}}) if is_empty else reply
+
+
 class RefusesScores(Routes):
     """Refuse log-probs of prompts, as a server may."""
 
