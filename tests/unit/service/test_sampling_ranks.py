@@ -86,7 +86,7 @@ def test_samples_equal_those_of_a_rank_that_also_trains(tmp_path: Path, ranks: i
         for one, other in zip(samples, expected, strict=True):
             assert one.tokens == other.tokens
             # Two ranks add gradients in another order than one, so the weights of the later versions differ slightly.
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-6 if ranks == 1 else 1e-4)
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-6 if ranks == 1 else 1e-3)
 
 
 class HeldWorker(ServedWorker):
