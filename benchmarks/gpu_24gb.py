@@ -211,7 +211,9 @@ class Results:
         self.forecasts: dict[str, dict[str, Any]] = {}
         self.measured: dict[str, dict[str, Any]] = {}
         if options.out and Path(f"{options.out}.json").is_file():
-            self.forecasts = json.loads(Path(f"{options.out}.json").read_text(encoding="utf-8"))["forecasts"]
+            record = json.loads(Path(f"{options.out}.json").read_text(encoding="utf-8"))
+            if record.get("setup") == vars(self.setup):
+                self.forecasts = record["forecasts"]
 
     def run(self, kind: str, layers: int | None) -> dict[str, Any]:
         """Return a result, which a process of its own computes if it is missing."""
@@ -240,7 +242,8 @@ class Results:
         if self.options.out is None:
             return
         about = machine(self.options.device) if self.measured else "Not measured yet: forecasts only"
-        record = {"forecasts": self.forecasts} | ({"measured": self.measured} if self.measured else {})
+        record = {"setup": vars(self.setup), "forecasts": self.forecasts}
+        record |= {"measured": self.measured} if self.measured else {}
         write_page(self.options.out, __doc__ or "", about, "", [table(rows, COLUMNS)], record)
 
     def rows(self, key: str) -> list[dict[str, Any]]:

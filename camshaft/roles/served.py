@@ -39,7 +39,7 @@ from camshaft.errors import EngineError
 from camshaft.models.loader import stored_weights
 from camshaft.reshard import Snapshot
 from camshaft.roles.sampled import ElsewhereError, Loader, SamplingRole, refusing
-from camshaft.roles.versions import VERSIONS, Versions
+from camshaft.roles.versions import VERSIONS, PublishedVersions
 from camshaft.seat import Seat
 
 OUTPUT = "target_log_probs"
@@ -71,7 +71,7 @@ class ServedWorker(SamplingRole):
     def __init__(self, config: ServeConfig):
         super().__init__(config)
         self.models: dict[str, ServedModel] = {}
-        self.versions = Versions(
+        self.versions = PublishedVersions(
             Path(config.folder).absolute() / VERSIONS, config.max_versions, self.group, self.rank_info.local_rank == 0
         )
         self._dtypes: dict[str, Mapping[str, torch.dtype]] = {}

@@ -1,6 +1,6 @@
 """Published weights of `camshaft serve`, in the host memory of each machine and in files.
 
-    versions = Versions(folder, max_in_memory=8)
+    versions = PublishedVersions(folder, max_in_memory=8)
     versions.add("v1", engine.named_weights())     # on all ranks
     versions.load("v1", rollout)                   # on any rank
 
@@ -39,7 +39,7 @@ class LostWeightsError(RolloutError):
     """The weights are not in memory, because the process that had them has ended, and they are not in a file."""
 
 
-class Versions:
+class PublishedVersions:
     """Published weights by name. All ranks have the same ones, and call each method but `load` together."""
 
     def __init__(self, folder: Path, max_in_memory: int, group: Group = None, writes: bool = True):

@@ -59,9 +59,6 @@ class Ledger:
         """Return the batches that are sent and not learned, the oldest first."""
         return tuple(self._under_way.values())
 
-    def is_received(self, step: int) -> bool:
-        return step in self._received
-
     @property
     def position(self) -> Mapping[str, Any] | None:
         """State of the loader before the oldest batch that is not learned; None if there is none."""

@@ -51,8 +51,6 @@ MAX_CONNECTIONS = 64
 """Maximum number of connections. A browser opens six."""
 MAX_DIGITS = 18
 """Maximum number of digits of a parameter, which fit into 64 bits."""
-VIEWS = ("/runs", "/curves", "/phases", "/lanes", "/config", "/responses", "/ranked")
-"""Paths of the data of the page."""
 
 
 class _QueryError(CamshaftError):

@@ -45,7 +45,6 @@ OPENRLHF: tuple[Row, ...] = (
     Renamed("num_episodes", "epochs"),
     Renamed("max_epochs", f"{ACTOR}.ppo_epochs"),
     Renamed("lora_rank", "lora"),
-    Renamed("lora_alpha", f"{MODEL}.lora_alpha"),
     Renamed("actor_num_gpus_per_node", "devices"),
     Renamed("actor_num_nodes", "trainer.nnodes"),
     Renamed("use_wandb", "trainer.logger"),

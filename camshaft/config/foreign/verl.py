@@ -246,7 +246,6 @@ ACTOR_ROWS: tuple[Row, ...] = (
     Renamed(f"{ACTOR}.tau_pos", f"{ACTOR}.policy_loss.tau_pos"),
     Renamed(f"{ACTOR}.tau_neg", f"{ACTOR}.policy_loss.tau_neg"),
     Renamed(f"{ACTOR}.use_prefix_grouper", f"{MODEL}.use_prefix_grouper"),
-    *(Renamed(f"{ACTOR}.{name}", f"{ACTOR}.policy_loss.{name}") for name in ("tau_pos", "tau_neg")),
     Expanded(
         f"{MODEL}.custom_chat_template", {}, otherwise="Write the template to a file, and set data.chat_template to it."
     ),

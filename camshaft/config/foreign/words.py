@@ -131,9 +131,6 @@ WORDS: tuple[Row, ...] = (
         Expanded(name, {}, "recompute is rollout_is=token, and loglinear is loss_type=interpolated; see docs/async.md")
         for name in ("prox_logp_method", "actor.prox_logp_method")
     ),
-    *(
-        NotNeeded(name, "the weights are published after each step")
-        for name in ("weight_sync_steps", "trigger_parameter_sync_step")
-    ),
+    NotNeeded("trigger_parameter_sync_step", "the weights are published after each step"),
     Expanded("system_prompt", {}, "put a message with the role system into the prompts of the data"),
 )  # fmt: skip

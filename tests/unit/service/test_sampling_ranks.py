@@ -27,7 +27,7 @@ from camshaft.controller.process_pool import ProcessPool
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.reshard import Snapshot, SnapshotMemory
 from camshaft.roles.served import ServedWorker
-from camshaft.roles.versions import LostWeightsError, ReceivedVersions, Versions
+from camshaft.roles.versions import LostWeightsError, PublishedVersions, ReceivedVersions
 from camshaft.rollout import BaseRollout, ExpectedWeights, RolloutEngineConfig, build_rollout
 from camshaft.service import sampling as samplers
 from camshaft.service.errors import CommandError
@@ -93,7 +93,7 @@ class HeldWorker(ServedWorker):
     """A worker whose training waits until `end` is set."""
 
     began, end = threading.Event(), threading.Event()
-    weights: Versions
+    weights: PublishedVersions
 
     def __init__(self, config: ServeConfig):
         super().__init__(config)
@@ -215,7 +215,7 @@ class Kept(ServedWorker):
         super().__init__(config)
         Kept.weights = self.versions
 
-    weights: Versions
+    weights: PublishedVersions
 
 
 def test_weights_are_freed_with_their_session(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def rollout() -> BaseRollout:
 
 
 def test_received_weights_are_in_memory_then_in_files_then_lost(tmp_path: Path, rollout: BaseRollout) -> None:
-    published, received = Versions(tmp_path, max_in_memory=1), ReceivedVersions(tmp_path)
+    published, received = PublishedVersions(tmp_path, max_in_memory=1), ReceivedVersions(tmp_path)
     weights = rollout.weight_digests
     digests = list[Any]()
     for number in range(2):

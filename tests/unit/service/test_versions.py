@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from camshaft import storage
 from camshaft.errors import RolloutError
 from camshaft.reshard import SnapshotMemory
-from camshaft.roles.versions import Versions
+from camshaft.roles.versions import PublishedVersions
 from camshaft.rollout import BaseRollout, RolloutEngineConfig, build_rollout
 from camshaft.rollout.builtin.rollout import TorchRollout
 
@@ -30,7 +30,7 @@ def weights(rollout: BaseRollout, value: float) -> Iterator[tuple[str, Tensor]]:
     return iter([(name, torch.full_like(tensor, value)) for name, tensor in model.named_parameters()])
 
 
-def loaded(versions: Versions, name: str, rollout: BaseRollout) -> float:
+def loaded(versions: PublishedVersions, name: str, rollout: BaseRollout) -> float:
     """Return the value of all weights of a version in the rollout."""
     versions.load(name, rollout)
     assert isinstance(rollout, TorchRollout)
@@ -40,7 +40,7 @@ def loaded(versions: Versions, name: str, rollout: BaseRollout) -> float:
 
 
 def test_weights_beyond_the_limit_are_in_files(tmp_path: Path, rollout: BaseRollout) -> None:
-    versions, memories = Versions(tmp_path, max_in_memory=2), num_memories()
+    versions, memories = PublishedVersions(tmp_path, max_in_memory=2), num_memories()
     for number in range(3):
         versions.add(f"v{number}", weights(rollout, number))
     assert num_memories() > memories
@@ -66,14 +66,14 @@ def num_memories() -> int:
 
 
 def test_versions_that_are_not_retained_are_removed_and_no_other_file(tmp_path: Path, rollout: BaseRollout) -> None:
-    killed = Versions(tmp_path, max_in_memory=2)
+    killed = PublishedVersions(tmp_path, max_in_memory=2)
     for name in ("v0", "v1", "v2"):
         killed.add(name, weights(rollout, float(name[1:])))
     killed.write("v1")
     with storage.new_folder(tmp_path / "checkpoint", kind="model") as folder:
         (folder / "model.safetensors").write_bytes(b"mine")
     (tmp_path / "notes.txt").write_text("mine")
-    started = Versions(tmp_path, max_in_memory=1)
+    started = PublishedVersions(tmp_path, max_in_memory=1)
     assert [name in started for name in ("v0", "v1", "v2", "checkpoint")] == [True, True, False, False]
     started.retain(["v1", "v3"])
     assert loaded(started, "v1", rollout) == 1.0
@@ -92,7 +92,7 @@ def test_a_failed_copy_leaves_no_memory_and_no_rank_behind(
         next(weights)
         raise MemoryError("no memory is left")
 
-    versions, memories, left = Versions(tmp_path, max_in_memory=2), num_memories(), weights(rollout, 1.0)
+    versions, memories, left = PublishedVersions(tmp_path, max_in_memory=2), num_memories(), weights(rollout, 1.0)
     monkeypatch.setattr(SnapshotMemory, "snapshot", fail)
     with pytest.raises(MemoryError):
         versions.add("v1", left)
