@@ -66,14 +66,14 @@ def engines(argv: Sequence[str]) -> int:
 
 def rollouts(argv: Sequence[str]) -> int:
     """List the rollouts."""
-    from camshaft.config.backends import ROLLOUTS, can_score, continues_rows, list_backends
+    from camshaft.config.backends import ROLLOUTS, list_backends, used_capabilities
 
     argparse.ArgumentParser(
         prog="camshaft rollouts", description="List the rollouts: built-in ones, and those of installed packages."
     ).parse_args(argv)
     features = {
-        "continues rows": partial(continues_rows, engine_kwargs={}),
-        "scores prompts": partial(can_score, engine_kwargs={}),
+        "continues rows": lambda name: used_capabilities(name, {}).continues_rows,
+        "scores prompts": lambda name: used_capabilities(name, {}).scores_prompts,
     }
     sys.stdout.write(list_backends(ROLLOUTS, "camshaft.rollouts", features) + "\n")
     return 0

@@ -256,62 +256,30 @@ def freezes_bfloat16(strategy: str) -> bool:
     return capabilities.supports_lora and "bfloat16" in capabilities.frozen_dtypes
 
 
+def used_capabilities(rollout: str, engine_kwargs: Mapping[str, Any]) -> RolloutCapabilities:
+    """Return the capabilities of a rollout with its options. Raise a `ConfigError` if it is unknown."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    return capabilities.with_options(engine_kwargs) if inner is None else capabilities.around(used_capabilities(*inner))
+
+
 def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of the section `rollout` that the given rollout ignores."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    unread = frozenset(OPTIONAL_KEYS) - capabilities.reads
-    if inner is not None:
-        return (unread & unread_keys(*inner)) | ignored_keys(*inner)
-    return unread | ignored_keys(rollout, engine_kwargs)
-
-
-def ignored_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of the section `rollout` that the given rollout ignores because of its options."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    return capabilities.options.ignored_keys(engine_kwargs) if inner is None else ignored_keys(*inner)
-
-
-def required_library(rollout: str, engine_kwargs: Mapping[str, Any]) -> str | None:
-    """Return the module that a rollout imports on every rank, or None if it needs no optional library."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    if inner is not None:
-        return required_library(*inner)
-    return capabilities.library if capabilities.options.uses_library(engine_kwargs) else None
-
-
-def accelerator_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of the section `rollout` that the given rollout ignores on a CPU."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    return capabilities.accelerator_keys if inner is None else accelerator_keys(*inner)
-
-
-def continues_rows(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a row that the given rollout continues has the tokens of an uninterrupted one."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    return capabilities.continues_rows and (inner is None or continues_rows(*inner))
+    return frozenset(OPTIONAL_KEYS) - used_capabilities(rollout, engine_kwargs).reads
 
 
 def can_score(rollout: str, engine_kwargs: Mapping[str, Any], temperature: float = 1.0) -> bool:
     """Return True if the given rollout can compute the log-probs of given tokens at a temperature."""
-    capabilities = rollout_capabilities(rollout)
-    inner = capabilities.inner_rollout(engine_kwargs)
-    scores = capabilities.scores_prompts and (temperature == 1 or capabilities.scores_sampling)
-    return scores and (inner is None or can_score(*inner, temperature))
+    capabilities = used_capabilities(rollout, engine_kwargs)
+    return capabilities.scores_prompts and (temperature == 1 or capabilities.scores_sampling)
 
 
 def generates_packed(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
     """Return True if the given rollout computes prompts as packed rows. False if it is unknown."""
     try:
-        capabilities = rollout_capabilities(rollout)
+        return used_capabilities(rollout, engine_kwargs).generates_packed
     except ConfigError:
         return False
-    inner = capabilities.inner_rollout(engine_kwargs)
-    return capabilities.generates_packed if inner is None else generates_packed(*inner)
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ A rollout class declares its features in `RolloutCapabilities`, and its options 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field
@@ -127,8 +127,8 @@ class RolloutCapabilities:
     of them reads are read."""
     continues_rows: bool = False
     """True if a row that is interrupted and continued (`generated`) has the tokens of an uninterrupted one, because its
-    random numbers depend only on seed and position. Of a rollout that wraps another, both must declare it. Others draw
-    the new tokens with another seed, and reject presence and frequency penalties and stop strings in continued rows."""
+    random numbers depend only on seed and position. Others draw the new tokens with another seed, and reject presence
+    and frequency penalties and stop strings in continued rows."""
     keeps_rows: bool = False
     """True if `generate_sequences` accepts `row_ids`, and computes of a row only the tokens that an earlier call with
     the same id has not computed. `close_rows` and new weights end this."""
@@ -153,3 +153,20 @@ class RolloutCapabilities:
         # Options of `process` itself are not passed on.
         options = {name: value for name, value in engine_kwargs.items() if name not in ("rollout", "timeout")}
         return str(engine_kwargs.get("rollout", self.wraps)), options
+
+    def with_options(self, engine_kwargs: Mapping[str, Any]) -> "RolloutCapabilities":
+        """Return the capabilities of the rollout with these options."""
+        library = self.library if self.options.uses_library(engine_kwargs) else None
+        return replace(self, reads=self.reads - self.options.ignored_keys(engine_kwargs), library=library)
+
+    def around(self, inner: "RolloutCapabilities") -> "RolloutCapabilities":
+        """Return the capabilities of this rollout with the one to which it passes its config."""
+        both = {name: getattr(self, name) and getattr(inner, name) for name in _FEATURES_OF_BOTH}
+        return replace(inner, wraps=self.wraps, reads=self.reads | inner.reads, **both)
+
+
+_FEATURES_OF_BOTH = (
+    *("continues_rows", "keeps_rows", "scores_prompts", "scores_sampling", "scores_candidates"),
+    *("supports_adapter", "supports_routed_experts"),
+)
+"""Features that a rollout which wraps another has if both declare them. The others are those of the inner one."""

@@ -210,7 +210,8 @@ class BaseRollout(ABC):
     """True if the rollout may keep the tensors passed to `load_weights` and uses the allocator of this process; False
     if it copies them."""
     capabilities: RolloutCapabilities = RolloutCapabilities()
-    """Features that the rollout supports. They can be read without an instance."""
+    """Features that the rollout supports. Those of the class can be read without an instance. An instance that wraps
+    another rollout has those that the other one has too."""
     version: int = 0
     """Version of the weights that the rollout holds. `load_weights` and `load_adapter` set it when they succeed."""
 

@@ -18,13 +18,12 @@ from camshaft.config.backends import (
     Backend,
     Capabilities,
     engine_capabilities,
-    required_library,
     rollout_capabilities,
     select_options,
     targets,
     unread_keys,
+    used_capabilities,
 )
-from camshaft.config.checks.placement import HYBRID
 from camshaft.config.derive import actor_engine_keys, engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
@@ -430,7 +429,7 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
             key = f"{role.model_key}.lora_rank"
             yield f"{key}={role.model.lora.rank}", "peft", f"{key}=0"
     for section, generator in rollouts.items():
-        library = required_library(generator.name, generator.engine_kwargs)
+        library = used_capabilities(generator.name, generator.engine_kwargs).library
         if library is not None:
             yield f"{section}.name={generator.name}", library, f"{section}.name=torch, which is built in"
 
@@ -463,9 +462,17 @@ def check_rollout(
     except ConfigError as error:
         yield _unknown_backend(key, rollout.name, ROLLOUTS, "camshaft.rollouts", error)
         return
+    engine_kwargs = rollout.engine_kwargs
+    if inner := capabilities.inner_rollout(engine_kwargs):
+        try:
+            capabilities = used_capabilities(rollout.name, engine_kwargs)
+        except ConfigError as error:
+            yield _unknown_backend(f"{section}.engine_kwargs.rollout", inner[0], ROLLOUTS, "camshaft.rollouts", error)
+            return
+        engine_kwargs = inner[1]
     yield from _check_sampling(section, rollout, capabilities.sampling)
     try:
-        options = capabilities.options.from_dict(rollout.engine_kwargs, world_size)
+        options = capabilities.options.from_dict(engine_kwargs, world_size)
     except ValueError as error:
         yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}{owner}.", (*ranks, key))
         return
@@ -518,9 +525,6 @@ def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
     model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"
     if rollout.lora_weights == "merged":
         return
-    if not config.actor_rollout_ref.hybrid_engine:
-        message = f"requires {HYBRID}=true, because separate devices receive complete weights. Set {key}=merged."
-        yield Problem(key, rollout.lora_weights, message, (HYBRID,))
     if not model.lora_rank:
         message = f"has no effect with {MODEL}.lora_rank=0, because there is no adapter. Set {key}=merged."
         yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))

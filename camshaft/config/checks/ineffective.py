@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from camshaft.config.backends import ROLLOUTS, accelerator_keys, ignored_keys, rollouts_that_read, unread_keys
+from camshaft.config.backends import ROLLOUTS, rollouts_that_read, unread_keys, used_capabilities
 from camshaft.config.checks.placement import HYBRID, ROLLOUT_KEY
 from camshaft.config.derive import shares_prompts
 from camshaft.config.rollout import OPTIONAL_KEYS
@@ -246,7 +246,8 @@ def _rollout_rules(section: str) -> tuple[Rule, ...]:
 
 def _is_ignored(section: str, leaf: str, config: Any) -> bool:
     rollout = _value(config, section)
-    return leaf in ignored_keys(rollout.name, rollout.engine_kwargs)
+    options = used_capabilities(rollout.name, rollout.engine_kwargs).options
+    return leaf in options.ignored_keys(rollout.engine_kwargs)
 
 
 def _is_unread(section: str, leaf: str, config: Any) -> bool:
@@ -256,7 +257,7 @@ def _is_unread(section: str, leaf: str, config: Any) -> bool:
 
 def _needs_accelerator(section: str, leaf: str, config: Any) -> bool:
     rollout = _value(config, section)
-    return _on_cpu(config) and leaf in accelerator_keys(rollout.name, rollout.engine_kwargs)
+    return _on_cpu(config) and leaf in used_capabilities(rollout.name, rollout.engine_kwargs).accelerator_keys
 
 
 def _scoring_rule(unread: Condition, cause: str, read: tuple[str, ...] = ()) -> Rule:

@@ -43,7 +43,7 @@ def continued_rows_have_the_tokens_of_uninterrupted_ones(harness: RolloutHarness
     all supported sampling parameters and with a stop string that begins in the earlier tokens. Log-probs differ by
     rounding errors. This applies if the rollout declares `continues_rows`."""
     case = harness.case(max_num_seqs=64)
-    capabilities = type(case.rollout).capabilities
+    capabilities = case.rollout.capabilities
     if not capabilities.continues_rows:
         return
     expect(_takes_generated(case.rollout), "continues_rows is declared, but generate_sequences() has no `generated`")
@@ -99,7 +99,7 @@ def continued_rows_get_new_tokens_only(harness: RolloutHarness) -> None:
         lengths == [0, 0] and finished[0],
         f"rows whose earlier tokens end with a stop token or at max_tokens get {lengths} tokens, finished={finished}",
     )
-    if type(case.rollout).capabilities.continues_rows:
+    if case.rollout.capabilities.continues_rows:
         return
     for name in RESPONSE_OPTIONS:
         option = replace(sampling, **{name: ("x",) if name == "stop" else 0.5})

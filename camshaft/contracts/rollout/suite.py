@@ -99,7 +99,7 @@ def optional_sampling_is_applied_or_rejected(harness: RolloutHarness) -> None:
     """With min_p and the penalties, log-probs equal those of the oracle, and greedy decoding selects the most probable
     token. A rollout that does not declare one of them raises an error that contains its name."""
     case, prompts = harness.case(), harness.prompts(3, 30, 30, 20)
-    supported = type(case.rollout).capabilities.sampling
+    supported = case.rollout.capabilities.sampling
     for name, samplings in OPTIONAL.items():
         for sampling in samplings:
             unsupported = sorted(sampling.optional().keys() - supported)

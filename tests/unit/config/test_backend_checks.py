@@ -573,7 +573,18 @@ SAMPLING_VALUES = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 
 def test_sampling_requires_a_rollout_that_declares_it(section: str, name: str, words: list[str]) -> None:
     value = SAMPLING_VALUES[name]
     load_ppo([*words, f"{ROLLOUT}.name=torch", f"{section}.{name}={value}"])
+    process = [*words, f"{ROLLOUT}.name=process", f"{section}.{name}={value}"]
+    load_ppo([*process, f"+{ROLLOUT}.engine_kwargs.rollout=torch"])
     with pytest.raises(ConfigError, match=rf"(?s){section}.{name} = {value}.*not supported by {ROLLOUT}.name=process"):
-        load_ppo(
-            [*words, f"{ROLLOUT}.name=process", f"+{ROLLOUT}.engine_kwargs.rollout=torch", f"{section}.{name}={value}"]
-        )
+        load_ppo([*process, f"+{ROLLOUT}.engine_kwargs.rollout=sglang"])
+
+
+def test_an_unknown_rollout_inside_a_process_is_an_error(words: list[str]) -> None:
+    text = _error([*words, f"{ROLLOUT}.name=process", f"+{ROLLOUT}.engine_kwargs.rollout=tortch"])
+    assert f"{ROLLOUT}.engine_kwargs.rollout = tortch" in text
+    assert "torch" in text.partition("tortch")[2]
+
+
+def test_options_of_the_rollout_inside_a_process_are_checked(words: list[str]) -> None:
+    text = _error([*words, f"{ROLLOUT}.name=process", f"+{ROLLOUT}.engine_kwargs.speed=9"])
+    assert "speed" in text

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from camshaft.cli import main
-from camshaft.config.backends import can_score, continues_rows
+from camshaft.config.backends import can_score, used_capabilities
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
@@ -156,11 +156,15 @@ def test_wrong_earlier_tokens_are_named(generated: list[list[int]], message: str
 # -- capabilities ---------------------------------------------------------------------------------
 
 
+def continues_rows(name: str, **engine_kwargs: str) -> bool:
+    return used_capabilities(name, engine_kwargs).continues_rows
+
+
 def test_a_process_continues_rows_like_the_rollout_inside() -> None:
-    assert [continues_rows("process", {"rollout": name}) for name in ("torch", "hf", "vllm")] == [True, True, False]
-    assert continues_rows("process", {})
-    assert not continues_rows("server", {})
-    assert not continues_rows(f"{__name__}:{Restarting.__name__}", {})
+    assert [continues_rows("process", rollout=name) for name in ("torch", "hf", "vllm")] == [True, True, False]
+    assert continues_rows("process")
+    assert not continues_rows("server")
+    assert not continues_rows(f"{__name__}:{Restarting.__name__}")
 
 
 def test_a_process_scores_like_the_rollout_inside() -> None:
@@ -177,3 +181,12 @@ def test_the_list_of_rollouts_shows_which_continue_rows(capsys: pytest.CaptureFi
     shown = {line.split()[0]: line[column:].split()[0] for line in lines[1:]}
     assert {name for name, value in shown.items() if value == "yes"} >= {"torch", "hf", "process", "sglang"}
     assert shown["vllm"] == shown["server"] == "no"
+
+
+def test_a_process_declares_what_the_rollout_inside_supports() -> None:
+    used = {name: used_capabilities("process", {"rollout": name}) for name in ("torch", "hf", "vllm")}
+    assert [found.scores_candidates for found in used.values()] == [True, True, False]
+    assert [found.scores_sampling for found in used.values()] == [True, True, False]
+    assert [found.generates_packed for found in used.values()] == [True, False, False]
+    assert not any(found.supports_adapter or found.keeps_rows for found in used.values())
+    assert all("update_weights_bucket_megabytes" in found.reads for found in used.values())
