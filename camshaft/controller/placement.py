@@ -23,14 +23,18 @@ ROLE_MODULES = ("camshaft.roles",)
 """Modules that worker processes import at startup."""
 PHASES: dict[str, Phase] = {
     **dict.fromkeys(
-        ("sync_weights", "publish", "portable_snapshot", "receive_weights", "generate_sequences"), "generate"
+        (
+            *("sync_weights", "publish", "publish_base", "portable_snapshot", "receive_weights", "receive_base"),
+            "generate_sequences",
+        ),
+        "generate",
     ),
     **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
     **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
 }
 """Phase of `trainer.worker_timeouts` of each method of a role. Other methods have no phase."""
 
-RESTORED = ("init_model", "set_environments", "receive_weights")
+RESTORED = ("init_model", "set_environments", "receive_base", "receive_weights")
 """Methods that set the state of a rollout on devices of its own."""
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from camshaft.config.engine import EngineModel
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import DTYPES, load_config, model_folder, skeleton
+from camshaft.models.lora import adapter_shapes
 from camshaft.rollout.builtin.kept_rows import BUDGET_SHARE
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import SAMPLING_BYTES, cache_budget
@@ -48,6 +49,8 @@ class ModelSize(NamedTuple):
     position: tuple[int, ...]
     """Keys and values of one token, by layer."""
     num_embeddings: int
+    adapter: int = 0
+    """The LoRA adapter, if the rollout loads adapters."""
 
 
 def keeps_tensors(name: str) -> bool:
@@ -89,6 +92,13 @@ def model_size(config: RolloutEngineConfig) -> ModelSize:
     return _model_size(config.model_dump_json())
 
 
+def snapshots_size(config: PPOConfig) -> int:
+    """Return the bytes of host memory in which the actor publishes weights for a rollout on devices of its own."""
+    rollout, count = rollout_engine(config), config.async_training.max_staleness + 1
+    size = model_size(rollout)
+    return count * size.weights if rollout.lora is None else size.weights + count * size.adapter
+
+
 @functools.cache
 def _model_size(text: str) -> ModelSize:
     config = RolloutEngineConfig.model_validate_json(text)
@@ -102,7 +112,9 @@ def _model_size(text: str) -> ModelSize:
     sizes = [parameter.nbytes for parameter in hf.parameters()]
     embeddings: Any = hf.get_input_embeddings()
     itemsize = DTYPES[config.dtype].itemsize
-    return ModelSize(sum(sizes), max(sizes), position_bytes(hf.config, itemsize), embeddings.weight.shape[0])
+    shapes = {} if config.lora is None else adapter_shapes(hf, config.lora)
+    adapter = itemsize * sum(map(math.prod, shapes.values()))
+    return ModelSize(sum(sizes), max(sizes), position_bytes(hf.config, itemsize), embeddings.weight.shape[0], adapter)
 
 
 def position_bytes(config: Any, itemsize: int) -> tuple[int, ...]:

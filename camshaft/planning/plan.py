@@ -18,7 +18,7 @@ from camshaft.errors import ConfigError
 from camshaft.machine import memory_limit
 from camshaft.planning.devices import GIB, device_memory
 from camshaft.planning.engines import SIMULATED
-from camshaft.planning.generator import Generator, forecast_alone, forecast_generator, model_size
+from camshaft.planning.generator import Generator, forecast_alone, forecast_generator, snapshots_size
 from camshaft.planning.layers import Phase
 from camshaft.planning.prompts import ASSUMED, fit_to_data
 from camshaft.planning.trace import (
@@ -202,9 +202,10 @@ def _notes(config: Config) -> Iterator[str]:
             "need more (docs/plan.md)"
         )
     if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
-        snapshots = config.async_training.max_staleness + 1
-        size = format_size(snapshots * model_size(rollout_engine(config)).weights)
-        yield f"sync: the weights for the rollout need {size} more in host memory of the actor ({snapshots} x weights)"
+        count = f"{config.async_training.max_staleness + 1} x"
+        published = f"{count} weights" if rollout_engine(config).lora is None else f"weights and {count} adapter"
+        size = format_size(snapshots_size(config))
+        yield f"sync: the weights for the rollout need {size} more in host memory of the actor ({published})"
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
     if (length := next((choice for choice in config.choices() if choice.reason == ASSUMED), None)) is not None:

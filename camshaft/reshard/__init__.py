@@ -26,7 +26,7 @@ from camshaft.reshard.hybrid import (
     rollout_mode,
     sync_weights,
 )
-from camshaft.reshard.snapshot import Publisher, Snapshot, SnapshotMemory, machine_id, receive
+from camshaft.reshard.snapshot import Publisher, Snapshot, SnapshotMemory, machine_id, receive, receive_base
 
 __all__ = [
     "Publisher",
@@ -40,6 +40,7 @@ __all__ = [
     "load_verified",
     "machine_id",
     "receive",
+    "receive_base",
     "rollout_mode",
     "sync_weights",
 ]

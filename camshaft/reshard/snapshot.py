@@ -11,8 +11,12 @@ not change until `publish` has been called as many times as there are `snapshots
 digests of the weights while it writes them, and `receive` compares them with those that the rollout computes after it
 has loaded the weights. A snapshot that was overwritten while it was read, or that holds weights of another version, is
 thereby an error. On other machines, the caller transfers the bytes of a portable snapshot.
+
+If the rollout loads adapters, `publish_base` writes the base weights once, to memory that nothing overwrites, for
+`receive_base`, and `publish` writes only the adapter.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,9 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from camshaft.config.engine import LoRAConfig
 from camshaft.engine import BaseEngine
-from camshaft.errors import RolloutError
-from camshaft.reshard.hybrid import Sync, verified_sync
+from camshaft.errors import GeneratorError, RolloutError
+from camshaft.models.lora import apply_scaling
+from camshaft.reshard.hybrid import Sync, SyncState, Weights, verified_sync
 from camshaft.rollout import Assembler, BaseRollout, Bucket, HostMemory, open_memory, pack_buckets
 from camshaft.rollout.base import load_with_version
 
@@ -50,6 +56,8 @@ class Snapshot:
     num_bytes: int
     check_seconds: float
     """Time that the sender has spent on digests."""
+    is_adapter: bool = False
+    """True if the rollout adds the weights to the base weights that it has received before."""
     content: np.ndarray | None = None
     """Bytes of the memory in a portable snapshot, which processes on any machine can read."""
 
@@ -72,16 +80,18 @@ class Snapshot:
 class Publisher:
     """Writes the weights of an engine to host memory. Every rank of the engine has one."""
 
-    def __init__(self, engine: BaseEngine, writes: bool, snapshots: int = 1):
+    def __init__(self, engine: BaseEngine, writes: bool, snapshots: int = 1, lora: LoRAConfig | None = None):
         """Set `writes` on one rank of each machine whose processes read the weights, and on rank 0.
 
-        Each publication overwrites the oldest of `snapshots`, whose readers must have finished.
+        Each publication overwrites the oldest of `snapshots`, whose readers must have finished. Set `lora` to that of
+        the engine if the rollout loads adapters.
         """
-        self.engine, self.writes, self.snapshots = engine, writes, snapshots
+        self.engine, self.writes, self.snapshots, self.lora = engine, writes, snapshots, lora
         self.dtypes: Mapping[str, torch.dtype] = {}
         """Dtype in which each weight is written, by name."""
         self._memories: deque[SnapshotMemory] = deque()
         """Memories of the snapshots, the one of the last publication at the end."""
+        self._base_memory: SnapshotMemory | None = None
         self._published: Snapshot | None = None
 
     def source_dtypes(self) -> dict[str, torch.dtype]:
@@ -92,23 +102,46 @@ class Publisher:
             return dtypes.setdefault(name, tensor.dtype)
 
         with self.engine.share_weights():
-            for _ in self.engine.named_weights(dtype_of=record):
-                pass
+            with contextlib.nullcontext() if self.lora is None else self.engine.disable_adapter():
+                for _ in self.engine.named_weights(dtype_of=record):
+                    pass
+            for name, tensor in () if self.lora is None else self.engine.named_weights(adapter_only=True):
+                record(name, tensor)
         return dtypes
 
     def publish(self, version: int) -> Snapshot | None:
-        """Write all weights, and return the snapshot; None on a rank that does not write. All ranks must call it."""
+        """Write all weights, or the adapter if the rollout loads adapters, and return the snapshot.
+
+        It is None on a rank that does not write. All ranks must call this.
+        """
         with self.engine.share_weights():
-            weights = self.engine.named_weights(dtype_of=lambda name, _: self.dtypes[name])
-            if not self.writes:
-                for _ in weights:
-                    pass
-                return None
+            if self.lora is None:
+                return self._write(self.engine.named_weights(dtype_of=self._dtype_of), version)
+            adapter = apply_scaling(self.engine.named_weights(adapter_only=True), self.lora)
+            return self._write(((name, tensor.to(self.dtypes[name])) for name, tensor in adapter), version)
+
+    def publish_base(self) -> Snapshot | None:
+        """Write the weights without the adapter as version 0, and return the snapshot. All ranks must call this."""
+        with self.engine.share_weights(), self.engine.disable_adapter():
+            return self._write(self.engine.named_weights(dtype_of=self._dtype_of), 0, is_base=True)
+
+    def _write(self, weights: Weights, version: int, is_base: bool = False) -> Snapshot | None:
+        if not self.writes:
+            for _ in weights:
+                pass
+            return None
+        if is_base:
+            memory = self._base_memory = SnapshotMemory()
+        else:
             is_full = len(self._memories) == self.snapshots
             memory = self._memories.popleft() if is_full else SnapshotMemory()
             self._memories.append(memory)
-            self._published = memory.snapshot(weights, version)
+        is_adapter = self.lora is not None and not is_base
+        self._published = replace(memory.snapshot(iter(weights), version), is_adapter=is_adapter)
         return self._published
+
+    def _dtype_of(self, name: str, _: Tensor) -> torch.dtype:
+        return self.dtypes[name]
 
     def portable(self) -> Snapshot:
         """Return the snapshot that was published last, with its bytes. This requires `writes`."""
@@ -145,21 +178,39 @@ class SnapshotMemory:
 
 
 def receive(snapshot: Snapshot, rollout: BaseRollout) -> Sync:
-    """Load a snapshot on this machine, or a portable one, into `rollout`, which stays awake, and verify its weights."""
+    """Load a snapshot on this machine, or a portable one, into `rollout`, which stays awake, and verify its weights.
+
+    With an adapter, this includes the base weights, which `receive_base` has loaded.
+    """
     start = time.perf_counter()
-    if snapshot.content is None and snapshot.machine != machine_id():
-        raise RolloutError(
-            f"the published weights are not on the machine of this rollout ({machine_id()}); pass a portable snapshot"
-        )
+    _check_machine(snapshot)
     device = rollout.config.device
+    load = rollout.load_adapter if snapshot.is_adapter else rollout.load_weights
     with verified_sync(rollout, device, snapshot.version) as sync:
-        load_with_version(
-            rollout, rollout.load_weights, snapshot.weights(torch.device(device)), version=snapshot.version
-        )
+        load_with_version(rollout, load, snapshot.weights(torch.device(device)), version=snapshot.version)
+        if snapshot.is_adapter:
+            sync.digests.update(SyncState.of(rollout).base or {})
         sync.digests.update(snapshot.digests)
     sync.bytes, sync.check_seconds = snapshot.num_bytes, sync.check_seconds + snapshot.check_seconds
     sync.seconds = time.perf_counter() - start
     return sync
+
+
+def receive_base(snapshot: Snapshot, rollout: BaseRollout) -> None:
+    """Load the base weights of adapters into `rollout`. `receive` verifies them with each adapter."""
+    _check_machine(snapshot)
+    rollout.wake_up()
+    weights = snapshot.weights(torch.device(rollout.config.device))
+    load_with_version(rollout, rollout.load_weights, weights, version=snapshot.version)
+    SyncState.of(rollout).base = snapshot.digests
+
+
+def _check_machine(snapshot: Snapshot) -> None:
+    if snapshot.content is None and snapshot.machine != machine_id():
+        raise GeneratorError(
+            f"the published weights are on machine {snapshot.machine}, and this rollout is on {machine_id()}; it was "
+            "probably started again on another machine"
+        )
 
 
 def machine_id() -> str:

@@ -12,7 +12,7 @@ import torch
 
 from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
-from camshaft.config import PPOConfig, Topology
+from camshaft.config import PPOConfig, Topology, rollout_engine
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError, RolloutError
@@ -47,8 +47,8 @@ class ActorRolloutRefWorker(Worker):
         elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
-        snapshots = config.async_training.max_staleness + 1
-        self.publisher = Publisher(self.actor.engine, self.rank_info.rank == 0, snapshots)
+        snapshots, lora = config.async_training.max_staleness + 1, rollout_engine(config).lora
+        self.publisher = Publisher(self.actor.engine, self.rank_info.rank == 0, snapshots, lora)
         self._rollout: RolloutWorker | None = None
         if config.actor_rollout_ref.hybrid_engine:
             self._rollout = self.rollout_role(config)(config, self.actor.engine)
@@ -119,6 +119,11 @@ class ActorRolloutRefWorker(Worker):
         Return the snapshot, or None on ranks that do not write.
         """
         return self.publisher.publish(version)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def publish_base(self) -> Snapshot | None:
+        """Write the weights without the adapter, as `publish` does, for a rollout that loads adapters."""
+        return self.publisher.publish_base()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def portable_snapshot(self) -> Snapshot:

@@ -35,6 +35,7 @@ from camshaft.reshard import (
     leave,
     machine_id,
     receive,
+    receive_base,
     rollout_mode,
 )
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
@@ -103,6 +104,11 @@ class RolloutWorker(Worker):
         with self._busy():
             sync = receive(snapshot, self.rollout)
         return sync.metrics() | {"rollout/weights_version": float(self.rollout.version)}
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, keeps_seats=True)
+    def receive_base(self, snapshot: Snapshot) -> None:
+        """Load the weights to which `receive_weights` adds adapters, and which it verifies."""
+        receive_base(snapshot, self.rollout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:

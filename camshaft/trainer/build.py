@@ -75,7 +75,13 @@ PUBLISHING_METHODS = ("weight_dtypes", "set_readers", "publish", "portable_snaps
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     """Tokenizer, data, rewards and roles of a run."""
 
-    def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = (), environments: Sequence[Source] = ()):
+    def __init__(
+        self,
+        config: PPOConfig,
+        reward: Sequence[FunctionSpec] = (),
+        environments: Sequence[Source] = (),
+        stop: Stop | None = None,
+    ):
         """Build the parts. `reward` and `environments` replace those that the config names."""
         fetch_models(config.model_sources())
         self.reward, self.passed_environments = reward, environments
@@ -98,7 +104,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Number of shards into which the rows of a generation are split."""
         self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as stack:  # closes what was already started if a later line raises
-            self.stop = Stop()
+            self.stop = stop or Stop()
             """Stop requests, which also end the scoring of a step."""
             self.rewards = build_run_rewards(config, self.stop, reward)
             stack.callback(self.rewards.close)
@@ -135,7 +141,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rollout_class: type[RolloutWorker] = role_of(config)
             self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
             snapshots = self.config.async_training.max_staleness + 1
-            self.snapshot_sync = SnapshotSync(self.actor, self.rollout, topology.world_size, snapshots)
+            sends_adapter = config.actor_rollout_ref.rollout.lora_weights == "adapter"
+            self.snapshot_sync = SnapshotSync(
+                self.actor, self.rollout, topology.world_size, snapshots, sends_adapter=sends_adapter
+            )
             self._generate, self._options = self.rollout.generate_sequences, {}
         if self.environments is not None:
             player: Any = self.actor if self.rollout is None else self.rollout
@@ -276,15 +285,26 @@ class SnapshotSync:
     Each machine that both have has a snapshot in host memory. To the ranks on other machines, the driver sends bytes.
     """
 
-    def __init__(self, actor: ActorRolloutRefWorker, rollout: RolloutWorker, actor_ranks: int, snapshots: int = 1):
-        """Set `snapshots` to the number of snapshots that the actor keeps in host memory."""
+    def __init__(
+        self,
+        actor: ActorRolloutRefWorker,
+        rollout: RolloutWorker,
+        actor_ranks: int,
+        snapshots: int = 1,
+        sends_adapter: bool = False,
+    ):
+        """Set `snapshots` to the number of snapshots that the actor keeps in host memory.
+
+        With `sends_adapter`, the rollout loads the base weights once, and then adapters.
+        """
         self._actor, self._rollout, self._actor_ranks, self._snapshots = actor, rollout, actor_ranks, snapshots
+        self._sends_adapter = sends_adapter
         self._machines: list[str] = []
         """Machine of each rank of the rollout."""
         self._version: int | None = None
         """Version of the last weights that were sent to the rollout."""
-        self._receipts: deque[Pending[Any]] = deque()
-        """Calls that load the snapshots in host memory, the oldest first."""
+        self._readers: deque[list[Pending[Any]]] = deque()
+        """Calls that load each snapshot in host memory, or need the loaded weights. The oldest snapshot is first."""
 
     def send(self, version: int) -> dict[str, float]:
         """Wait until the rollout has the weights of the actor, which are `version`, and return the metrics.
@@ -299,27 +319,37 @@ class SnapshotSync:
         """Publish the weights of the actor, which are `version`, and return the call with which the rollout loads them.
 
         The rollout loads them after the calls that were submitted before. This waits only if all snapshots are in
-        use, until the oldest one is loaded, because the actor overwrites it.
+        use, until no call needs the oldest one any more, because the actor overwrites it.
         """
         if version != self._version:
-            if len(self._receipts) == self._snapshots:
-                self._receipts.popleft().result()
-            self._receipts.append(self._send(version))
+            if len(self._readers) == self._snapshots:
+                for call in self._readers.popleft():
+                    call.result()
+            self._readers.append([self._send(version)])
             self._version = version
-        return self._receipts[-1]
+        return self._readers[-1][0]
+
+    def keep_for(self, call: Pending[Any]) -> None:
+        """Keep the newest snapshot until a call has ended, which a rollout that dies meanwhile would have to repeat."""
+        self._readers[-1].append(call)
 
     def _send(self, version: int) -> Pending[Any]:
         if not self._machines:
             dtypes = self._rollout.sync_dtypes(self._actor.weight_dtypes())
             self._machines = list(self._rollout.machine())
             self._actor.set_readers(dtypes, set(self._machines))
+            if self._sends_adapter:
+                publish_base: Any = self._actor.publish_base
+                self._deliver(publish_base(), self._rollout.receive_base)
         publish: Any = self._actor.publish  # takes and returns one value for each rank
-        published: list[Snapshot | None] = publish([version] * self._actor_ranks)
+        return self._deliver(publish([version] * self._actor_ranks), self._rollout.receive_weights)
+
+    def _deliver(self, published: Sequence[Snapshot | None], receive: Any) -> Pending[Any]:
+        """Let each rank of the rollout load what the actor has just published."""
         snapshots = {snapshot.machine: snapshot for snapshot in published if snapshot is not None}
         if any(machine not in snapshots for machine in self._machines):
             portable = self._actor.portable_snapshot()
             snapshots |= {machine: portable for machine in self._machines if machine not in snapshots}
-        receive: Any = self._rollout.receive_weights
         return submit(receive, [snapshots[machine] for machine in self._machines])
 
 

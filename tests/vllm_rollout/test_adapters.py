@@ -352,6 +352,14 @@ ADAPTER = {
 def test_vllm_follows_the_adapter_of_an_actor(tmp_path: Path) -> None:
     responses = run_with_vllm(tmp_path, ADAPTER, steps=3)
     check(responses)
+    check_bytes(responses)
+
+
+def test_vllm_on_devices_of_its_own_follows_the_adapter(tmp_path: Path) -> None:
+    responses = run_with_vllm(tmp_path, ADAPTER | {"actor_rollout_ref.hybrid_engine": False}, steps=3)
+    check(responses)
+    base_bytes = (tmp_path / "actor" / "model.safetensors").stat().st_size
+    assert 0 < responses[0].metrics["rollout/sync_bytes"] < base_bytes / 4  # the base weights have a call of their own
 
 
 @pytest.mark.slow
@@ -363,7 +371,9 @@ def test_vllm_on_two_ranks_follows_a_sharded_adapter(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
         "actor_rollout_ref.rollout.engine_kwargs": "{kv_cache_memory_bytes: 33554432}",
     }
-    check(run_with_vllm(tmp_path, ADAPTER | more, steps=2))
+    responses = run_with_vllm(tmp_path, ADAPTER | more, steps=2)
+    check(responses)
+    check_bytes(responses)
 
 
 def check(responses: list[Any]) -> None:
@@ -372,5 +382,8 @@ def check(responses: list[Any]) -> None:
         assert math.isfinite(step.metrics["actor/grad_norm"])
         assert step.metrics["rollout/log_prob_diff_max"] < TOLERANCE
     assert responses[0].by_vllm != responses[-1].by_vllm
-    sent = [step.metrics["rollout/sync_bytes"] for step in responses]
-    assert sent[0] > sent[1]
+
+
+def check_bytes(responses: list[Any]) -> None:
+    first, second, *_ = (step.metrics["rollout/sync_bytes"] for step in responses)
+    assert first > second

@@ -37,6 +37,11 @@ ROLLOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Process to kill, and settings."""
+ADAPTER = {
+    "actor_rollout_ref.model.lora_rank": 4,
+    "actor_rollout_ref.rollout.lora_weights": "adapter",
+    "actor_rollout_ref.actor.optim.lr": 1e-1,
+}
 RESTARTED = "starts again (restart 1 of 3 in a row)"
 
 
@@ -99,11 +104,21 @@ def test_a_killed_generator_has_the_weights_of_its_step_again(
     assert_weights_of_each_step(responses)
 
 
-def assert_weights_of_each_step(responses: list[StepResponses]) -> None:
+def test_a_killed_generator_has_the_base_and_the_adapter_of_its_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim, settings = ROLLOUTS["vllm"]
+    with killed_in("generating", killing(victim), tmp_path / "run", monkeypatch) as held:
+        responses = run_with_vllm(tmp_path, {**settings, **held, **ADAPTER}, STEPS)
+    assert caplog.text.count(RESTARTED) == 1
+    assert_weights_of_each_step(responses, tolerance=1e-3)  # base + B A rounds differently from merged weights
+
+
+def assert_weights_of_each_step(responses: list[StepResponses], tolerance: float = 1e-4) -> None:
     assert len(responses) == STEPS
     for step, response in enumerate(responses):
         assert response.by_vllm == response.by_transformers
-        assert response.metrics["rollout/log_prob_diff_max"] < 1e-4
+        assert response.metrics["rollout/log_prob_diff_max"] < tolerance
         assert response.metrics.get("rollout/weights_version", step) == step
     assert responses[0].by_vllm != responses[-1].by_vllm
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
-from camshaft.config import PPOConfig, rollout_engine
+from camshaft.config import PPOConfig
 from camshaft.config.checks.backends import check_libraries
 from camshaft.config.composition import as_override
 from camshaft.config.model_settings import local_model
@@ -39,7 +39,7 @@ from camshaft.planning.doctor.machine import (
     machine_checks,
 )
 from camshaft.planning.doctor.weights import read_shapes
-from camshaft.planning.generator import model_size
+from camshaft.planning.generator import snapshots_size
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.rollout import HostMemory
 from camshaft.storage import is_url
@@ -302,8 +302,7 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
     if folder is None:
         yield ok("snapshot", f"{policy.model.path} is not on this machine yet, so its size is unknown")
         return
-    snapshots, free = config.async_training.max_staleness + 1, available_memory()
-    size = snapshots * model_size(rollout_engine(config)).weights
+    size, free = snapshots_size(config), available_memory()
     memory = HostMemory()
     try:
         memory.extend(size)
@@ -313,8 +312,7 @@ def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
         return
     finally:
         memory.close()
-    count = f"{snapshots} snapshots of " if snapshots > 1 else ""
-    message = f"{count}the weights for the rollout need {_gib(size)} of host memory, and {_gib(free)} are free"
+    message = f"the weights for the rollout need {_gib(size)} of host memory, and {_gib(free)} are free"
     fix = "set actor_rollout_ref.hybrid_engine=true and max_staleness=0, or use a machine with more memory"
     yield ok("snapshot", message) if size < free else fail("snapshot", message, fix)
 

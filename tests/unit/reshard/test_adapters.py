@@ -17,7 +17,7 @@ from camshaft.dataproto import Ragged
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
-from camshaft.reshard import rollout_mode
+from camshaft.reshard import Publisher, Snapshot, receive, receive_base, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams
 
 LORA = LoRAConfig(rank=4, alpha=6, target_modules=("q_proj", "down_proj"))
@@ -162,3 +162,48 @@ def test_a_rollout_without_adapters_reports_the_fix() -> None:
         FullWeightsOnly()
     with pytest.raises(RolloutError, match="load merged weights"):
         BaseRollout.load_adapter(FullWeightsOnly(lora=None), [])
+
+
+# -- a rollout on devices of its own ---------------------------------------------------------------
+
+
+def publish_to(rollout: BaseRollout, engine: BaseEngine) -> Publisher:
+    publisher = Publisher(engine, writes=True, snapshots=2, lora=LORA)
+    sources = publisher.source_dtypes()
+    publisher.dtypes = {name: rollout.sync_dtype(name, torch.empty(0, dtype=dtype)) for name, dtype in sources.items()}
+    return publisher
+
+
+def published(snapshot: Snapshot | None) -> Snapshot:
+    assert snapshot is not None
+    return snapshot
+
+
+def test_the_base_is_published_once_and_the_adapter_each_time(engine: BaseEngine) -> None:
+    rollout = WeightStore()
+    publisher = publish_to(rollout, engine)
+    base = published(publisher.publish_base())
+    receive_base(base, rollout)
+    for version in (1, 2, 3):
+        snapshot = published(publisher.publish(version))
+        receive(snapshot, rollout)
+        merged = dict(engine.named_weights())["model.layers.0.self_attn.q_proj.weight"]
+        parts = rollout.base["model.layers.0.self_attn.q_proj.weight"] + rollout.adapter[B] @ rollout.adapter[A]
+        torch.testing.assert_close(parts, merged)
+        assert rollout.version == version
+        assert snapshot.num_bytes == sum(w.numel() * 4 for _, w in engine.named_weights(adapter_only=True))
+        update(engine)
+    assert rollout.calls == ["base", "adapter", "adapter", "adapter"]
+    started_again = WeightStore()
+    receive_base(base, started_again)
+    receive(snapshot, started_again)
+    assert started_again.weight_digests() == rollout.weight_digests()
+
+
+def test_a_changed_base_weight_is_named_by_a_rollout_on_devices_of_its_own(engine: BaseEngine) -> None:
+    rollout = WeightStore()
+    publisher = publish_to(rollout, engine)
+    receive_base(published(publisher.publish_base()), rollout)
+    rollout.base[NORM] += 1
+    with pytest.raises(RolloutError, match=rf"{NORM}: different from the weights sent"):
+        receive(published(publisher.publish(1)), rollout)

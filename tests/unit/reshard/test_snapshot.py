@@ -145,7 +145,7 @@ def test_a_damaged_weight_is_named(engine: SingleDeviceEngine) -> None:
 def test_a_rollout_reads_only_snapshots_of_its_machine(engine: SingleDeviceEngine) -> None:
     rollout = build()
     elsewhere = replace(publish(publisher_of(engine, rollout), 1), machine="another")
-    with pytest.raises(RolloutError, match="the published weights are not on the machine of this rollout"):
+    with pytest.raises(RolloutError, match="the published weights are on machine another, and this rollout is on"):
         receive(elsewhere, rollout)
 
 
