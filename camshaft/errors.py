@@ -50,6 +50,10 @@ class ConfigError(CamshaftError, ValueError):
     """A config key is unknown, has an invalid value, or contradicts another key."""
 
 
+class ClusterError(ConfigError):
+    """A cluster cannot be reached, or has fewer resources than the config requests, which may change."""
+
+
 class BatchError(CamshaftError, ValueError):
     """A batch lacks a column, has a column of the wrong shape, or cannot be split as requested."""
 
@@ -64,6 +68,10 @@ class RolloutError(CamshaftError, RuntimeError):
 
 class GeneratorError(RolloutError):
     """The process of a generator or its server has ended, does not answer, or was started again without the weights."""
+
+
+class NoAnswerError(RolloutError):
+    """A generator or its server has not answered within the time limit."""
 
 
 class RewardError(CamshaftError, RuntimeError):

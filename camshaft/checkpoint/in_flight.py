@@ -6,7 +6,6 @@
 A batch consists of the columns that the rollout wrote. Those of the data are drawn again.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,11 +41,11 @@ def store(batches: Mapping[int, DataProto]) -> dict[str, Any]:
     return {IN_FLIGHT: objects} | tensors
 
 
-def _survives(values: list[Any]) -> bool:
-    try:
-        return json.loads(json.dumps(values)) == values
-    except TypeError:
-        return False
+def _survives(value: Any) -> bool:
+    """Return True if JSON preserves a value. NaN, which a tool call can contain, is written as Python writes it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_survives, value.values()))
+    return all(map(_survives, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
 
 
 def load(step: int, state: Mapping[str, Any]) -> DataProto:

@@ -11,7 +11,7 @@ from camshaft.cli.sweep import numbered_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
-from camshaft.stop import ENDED_BY_SIGNAL
+from camshaft.stop import ENDED_BY_SIGNAL, Stop
 
 USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
@@ -45,13 +45,14 @@ def main(argv: Sequence[str]) -> int:
             from camshaft.planning.micro_batches import fit_micro_batches, limits_as_overrides
             from camshaft.trainer import ppo_trainer
             from camshaft.trainer.loop import run
+            from camshaft.trainer.session import Extensions
 
-            fitted = fit_micro_batches(config)
+            fitted, stop = fit_micro_batches(config), Stop()
             outcome = 1  # of a run that has failed, and whose command runs again
             explained = explain_memory_errors(fitted, [*argv, *limits_as_overrides(fitted)])
-            with restarting(fitted, argv), explained:
-                outcome = run(fitted, ppo_trainer(fitted).open)
-            status = max(status, outcome)
+            with restarting(fitted, argv, stop), explained:
+                outcome = run(fitted, ppo_trainer(fitted).open, Extensions(stop=stop))
+            status = max(status, outcome, stop.status)
             if status > ENDED_BY_SIGNAL:
                 break
     return status

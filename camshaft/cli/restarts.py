@@ -1,11 +1,13 @@
 """Restarts of a run after a failure of its workers or machines (`trainer.max_restarts`): the command runs again.
 
-    with restarting(config, argv):
-        status = run(config, PPOTrainer.open)
+    stop = Stop()
+    with restarting(config, argv, stop):
+        status = run(config, PPOTrainer.open, Extensions(stop=stop))
 
 The process executes the same command, so its id stays, signals reach it, and its exit status is that of the run. Each
 restart and its cause are in `run.json`. Restarts count until the run has saved a further step. Errors of the config,
-the data or the reward, and divergence, would come back and end the run.
+the data or the reward, and divergence, would come back and end the run. After a stop signal, nothing restarts, so that
+a scheduler can start the command again.
 """
 
 import atexit
@@ -20,7 +22,8 @@ from typing import Any
 
 from camshaft import storage
 from camshaft.config import PPOConfig, resume_arguments
-from camshaft.errors import CamshaftError, GeneratorError, WorkerError, report_error
+from camshaft.errors import CamshaftError, ClusterError, GeneratorError, NoAnswerError, WorkerError, report_error
+from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking.run_folder import INFO, RESTARTS, RunFolder, process_start
 
 PAUSE_SECONDS, MAX_PAUSE_SECONDS = 10.0, 600.0
@@ -37,23 +40,31 @@ def _execute() -> None:
 
 
 @contextlib.contextmanager
-def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
-    """Let the command run again when this process ends, if the block fails and the config allows a restart."""
+def restarting(config: PPOConfig, arguments: Sequence[str], stop: Stop) -> Iterator[None]:
+    """Let the command run again when this process ends, if the block fails and the config allows a restart.
+
+    If a signal has requested a stop, the run ends with the exit status of the stop instead.
+    """
+    from camshaft.checkpoint.manager import LATEST
+    from camshaft.trainer.resume import RESUME_KEYS
+
+    trainer, folder = config.trainer, Path(config.trainer.default_local_dir).expanduser()
+    found = storage.read_text(folder, LATEST)  # perhaps of another run
     try:
         yield
     except CamshaftError as error:
         if not is_temporary(error):
             raise
-        from camshaft.checkpoint.manager import LATEST
-        from camshaft.trainer.resume import RESUME_KEYS
-
-        trainer, folder = config.trainer, Path(config.trainer.default_local_dir).expanduser()
         record = RunFolder(folder).info() if folder.is_dir() else {}
         saved = storage.read_text(folder, LATEST)
         earlier = [restart for restart in record.get(RESTARTS, ()) if restart["saved"] == saved]
         if not _is_of_this_process(record) or len(earlier) >= trainer.max_restarts:
             raise
         report_error(error)
+        if stop.requested is not None:
+            stop.status = ENDED_BY_SIGNAL + stop.requested
+            sys.stderr.write(f"camshaft: {stop.requested.name}: the run does not restart (exit status {stop.status})\n")
+            return
         pause = min(PAUSE_SECONDS * 2 ** len(earlier), MAX_PAUSE_SECONDS)
         number = f"restart {len(earlier) + 1} of {trainer.max_restarts} since the last saved step"
         sys.stderr.write(f"camshaft: the run resumes in {pause:g} s ({number})\n")
@@ -63,7 +74,8 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
         storage.write_text(folder, INFO, json.dumps(facts, indent=1) + "\n")
         time.sleep(pause)
         added = [resume_arguments(trainer)]
-        if trainer.resume_mode != "auto" and saved is not None:  # the checkpoint of this run replaces the other start
+        # A checkpoint of this run replaces the other start.
+        if trainer.resume_mode != "auto" and saved not in (None, found):
             added += map("=".join, zip(RESUME_KEYS, ("auto", "null"), strict=True))
         _command[:] = [sys.executable, *sys.orig_argv[1:], *(word for word in added if word not in ("", *arguments))]
 
@@ -71,14 +83,16 @@ def restarting(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
 def is_temporary(error: BaseException) -> bool:
     """Return True for the death of a process or a machine, a wait that exceeded its limit, and a broken connection.
 
-    Errors that the code of a role raised on a rank are not, except ConnectionError and RuntimeError. Libraries that
-    communicate raise these, and so does torch, for example if the memory of a device is exhausted.
+    A cluster that is too small is temporary, because the run has had its resources before. Errors that the code of a
+    role raised on a rank are not, except ConnectionError and RuntimeError. Libraries that communicate raise these, and
+    so does torch, for example if the memory of a device is exhausted.
     """
-    if isinstance(error, GeneratorError):
+    temporary = GeneratorError, NoAnswerError, ClusterError
+    if isinstance(error, temporary):
         return True
     cause = error.__cause__
     is_library = isinstance(cause, (ConnectionError, RuntimeError)) and not isinstance(cause, CamshaftError)
-    return isinstance(error, WorkerError) and (cause is None or is_library or isinstance(cause, GeneratorError))
+    return isinstance(error, WorkerError) and (cause is None or is_library or isinstance(cause, temporary))
 
 
 def _is_of_this_process(record: dict[str, Any]) -> bool:

@@ -51,7 +51,7 @@ from camshaft.controller.process_pool import Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.ray_cluster import check_head, find_cluster
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.worker import RankInfo, Worker
-from camshaft.errors import ConfigError, WorkerError
+from camshaft.errors import ClusterError, WorkerError
 from camshaft.masking import mask_arguments, mask_value
 from camshaft.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.stop import ignore_stop_signals
@@ -91,13 +91,13 @@ FORWARDED = re.compile(
 
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
+    """Start all pools or none. Raise `ClusterError` if the cluster is too small."""
     connect(specs, options.ray_init)
     deadline = time.monotonic() + RELEASE_SECONDS
     while (problem := shortage(specs, _nodes())) is not None:
         free_nodes = [replace(node, free=node.total) for node in _nodes()]
         if time.monotonic() >= deadline or shortage(specs, free_nodes) is not None:
-            raise ConfigError(
+            raise ClusterError(
                 f"{problem}\n\nReduce trainer.nnodes, trainer.n_gpus_per_node (or those of the pool in "
                 "trainer.resource_pools) or trainer.cpus_per_rank, or wait until the resources are free"
             )
@@ -146,7 +146,7 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
         with guard, safe_import_environment():  # Ray runs Python code with `-c`
             ray.init(address=address, **_job_config(init), **init)
     except Exception as error:  # Ray raises a plain exception if its daemons do not start in time
-        raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
+        raise ClusterError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
 
 
 def _mask_command_line() -> None:

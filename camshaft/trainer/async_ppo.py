@@ -167,7 +167,7 @@ class AsyncPPOTrainer(PPOTrainer):
         """Compare the log-probs also by the age of the tokens, and the rows that are learned with all of them."""
         ages, correction = policy_ages(batch, self.global_step - 1), self.config.algorithm.rollout_correction
         if self.probes is not None and SEQUENCES not in batch:
-            self.probes.start(self.global_step, batch)
+            self.weights.keep_for(self.probes.start(self.global_step, batch))
         metrics = super().compare(batch) | mismatch_by_age(batch, ages)
         if correction.bypass_mode and correction.rollout_rs:  # the update rejects tokens, here of its first mini-batch
             if correction.interpolates():
@@ -221,7 +221,8 @@ class AsyncPPOTrainer(PPOTrainer):
     def state(self) -> dict[str, Any]:
         """Wait for the batches under way, and return the state with them."""
         batches = {batch.step: self._receive(batch.step).generated for batch in self.ledger.under_way()}
-        probes = {} if self.probes is None else self.probes.state_dict()
+        reported = self.global_step - 1 - self.ledger.max_staleness
+        probes = {} if self.probes is None else self.probes.state_dict(after=reported)
         return super().state() | in_flight.store(batches) | {"probes": probes}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
                 f"{staleness}; open camshaft.trainer.ppo_trainer(config), or derive your class from AsyncPPOTrainer"
             )
         extensions = extensions or Extensions()
-        parts = PPOParts(number_run(config), extensions.reward, extensions.environments)
+        parts = PPOParts(number_run(config), extensions.reward, extensions.environments, extensions.stop)
         with parts, cls(parts, extensions.on_step) as trainer:
             yield trainer
 

@@ -50,37 +50,46 @@ class Probe:
 
 
 class Probes:
-    """The probes that are under way, and the metrics of those that are done and not reported."""
+    """The probes that are under way, and the metrics of those that are done."""
 
     def __init__(self, rollout: RolloutWorker, dp_size: int):
         """Set `dp_size` to the number of shards into which the rollout splits rows."""
         self._rollout, self._dp_size = rollout, dp_size
         self._started: dict[int, Probe] = {}
         self._done: dict[int, dict[str, float]] = {}
+        self._reported: list[int] = []
+        """Those of `_done` whose metrics are in the step under way."""
 
     def prepare(self) -> None:
         """Call this before a batch is generated, so that `start` does not wait for it."""
         prepare_call(self._rollout.score_responses)
 
-    def start(self, step: int, batch: DataProto) -> None:
+    def start(self, step: int, batch: DataProto) -> Pending[DataProto]:
         """Let the rollout score the first rows of `batch`, which have the log-probs of the trainer in this step."""
         rows = batch.select("prompts", "responses", "response_mask", "old_log_probs").reorder(slice(0, ROWS))
         padded, num_padding_rows = rows.select("prompts", "responses").pad_to_divisor(self._dp_size)
         scored = submit(self._rollout.score_responses, padded)
         self._started[step] = Probe(step - 1, rows, scored, num_padding_rows)
+        return scored
 
     def collect(self, step: int) -> dict[str, float]:
-        """Return the metrics of the last probe up to `step`, or none."""
-        ended = [number for number in (*self._done, *self._started) if number <= step]
-        return {name: value for number in ended for name, value in self._finish(number).items()}
+        """Wait for the probes up to `step`, and return the metrics of the last one, or none.
 
-    def _finish(self, step: int) -> dict[str, float]:
-        return self._done.pop(step) if step in self._done else self._started.pop(step).metrics()
+        They are kept until the next call, because the step that reports them may be abandoned.
+        """
+        for number in self._reported:
+            del self._done[number]
+        self._end([number for number in self._started if number <= step])
+        self._reported = [number for number in self._done if number <= step]
+        return {name: value for number in self._reported for name, value in self._done[number].items()}
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Wait for the probes under way, and return the metrics that are not reported, by step, as JSON values."""
-        self._done |= {step: self._finish(step) for step in list(self._started)}
-        return {str(step): metrics for step, metrics in self._done.items()}
+    def _end(self, steps: list[int]) -> None:
+        self._done |= {step: self._started.pop(step).metrics() for step in steps}
+
+    def state_dict(self, after: int) -> dict[str, dict[str, float]]:
+        """Wait for the probes under way, and return the metrics of those later than step `after`, as JSON values."""
+        self._end(list(self._started))
+        return {str(step): metrics for step, metrics in self._done.items() if step > after}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._done = {int(step): dict(metrics) for step, metrics in state.items()}
+        self._done, self._reported = {int(step): dict(metrics) for step, metrics in state.items()}, []

@@ -273,6 +273,8 @@ class Extensions:
     """Hooks that are called after each step."""
     from_python: bool = False
     """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM, and suggest calls of `Run` at the end."""
+    stop: Stop | None = None
+    """Receives the stop requests of a PPO run, if the caller needs them."""
 
 
 def with_hooks(names: Sequence[str], extensions: Extensions | None) -> Extensions:

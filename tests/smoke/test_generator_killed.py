@@ -51,7 +51,7 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
         result = finished(process)
     assert result.status == 1
     assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in result.err
-    assert "resume the run from its last checkpoint" in result.err
+    assert "Run the same command" in result.out
     assert "Traceback" not in result.err
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 

@@ -397,7 +397,7 @@ class RolloutConfig(GeneratorConfig):
     max_restarts: NonNegativeInt = key(
         3,
         "Number of times in a row that the processes of a rollout on devices of its own are started again after one of "
-        "them, or their server, has died. Those that had not answered generate their part again. "
+        "them, or their server, has died, and repeat the calls that were not finished. "
         "With 0, a death ends the run.",
     )
     enable_return_routed_experts: bool = key(

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from camshaft.config.backends import PROCESS
+from camshaft.config.backends import PROCESS, used_capabilities
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import with_device_index
-from camshaft.errors import GeneratorError, RolloutError
+from camshaft.errors import GeneratorError, NoAnswerError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.scoring import PromptScores
@@ -64,6 +64,7 @@ class ProcessRollout(BaseRollout):
     keeps_tensors = False
 
     def __init__(self, config: RolloutEngineConfig):
+        self.capabilities = used_capabilities("process", config.engine_kwargs)
         super().__init__(config)
         engine_kwargs = dict(config.engine_kwargs)
         name, timeout = engine_kwargs.pop("rollout", "torch"), engine_kwargs.pop("timeout", None)
@@ -211,8 +212,8 @@ class _Child:
     def send(self, request: str, *arguments: Any) -> None:
         """Send a request; kill the process if it does not read the request in time."""
         if self._end_reason:
-            raise GeneratorError(f"{self} has ended ({self._end_reason}); build the rollout again or resume the run")
-        poll = partial(self._check, request, Wait(request, RolloutError, self._limit))
+            raise GeneratorError(f"{self} has ended ({self._end_reason}); build the rollout again")
+        poll = partial(self._check, request, Wait(request, NoAnswerError, self._limit))
         try:
             send(self._socket.fileno(), pack((request, *arguments)), poll)
         except OSError as error:
@@ -223,7 +224,7 @@ class _Child:
 
     def receive(self, request: str, limit: Limit | None = None) -> Any:
         """Return the reply to a request; kill the process if no reply arrives in time."""
-        wait = Wait(request, RolloutError, limit or self._limit)
+        wait = Wait(request, NoAnswerError, limit or self._limit)
         try:
             reply = receive(self._socket.fileno(), partial(self._check, request, wait))
         except OSError as error:
@@ -247,7 +248,7 @@ class _Child:
     def _death_error(self, request: str) -> GeneratorError:
         self.end(f"it died in {request}")
         outcome = describe_exit(self._process.returncode)
-        return GeneratorError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")
+        return GeneratorError(f"{self} died in {request} ({outcome})")
 
     def end(self, why: str = "it was closed") -> None:
         """Kill the process and its children. Do nothing in a forked child or if the process has already ended."""

@@ -94,7 +94,7 @@ class ServerClient:
         if [worker["identity"] for worker in workers] != self._identity:
             raise GeneratorError(
                 f"the server at {self._http.url} was restarted after the weight sync and does not hold the trained "
-                "weights; resume the run from its last checkpoint"
+                "weights"
             )
         return workers
 

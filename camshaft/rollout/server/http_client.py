@@ -21,7 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from camshaft.errors import GeneratorError, RolloutError
+from camshaft.errors import GeneratorError, NoAnswerError, RolloutError
 from camshaft.rollout.vllm.guard import API_KEY
 from camshaft.subprocesses import Limit, Wait, run_in_thread
 
@@ -81,7 +81,7 @@ class HTTPClient:
         """Send a request in a thread, report the wait for its response, and close the connection at the limit."""
         with self.connection() as connection:
             try:
-                return run_in_thread(lambda: send(connection), Wait(path, RolloutError, self.limit), self.describe)
+                return run_in_thread(lambda: send(connection), Wait(path, NoAnswerError, self.limit), self.describe)
             except BaseException:
                 connection.abort()
                 raise

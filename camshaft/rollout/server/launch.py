@@ -24,7 +24,7 @@ import torch
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import with_device_index
-from camshaft.errors import RolloutError
+from camshaft.errors import GeneratorError, NoAnswerError, RolloutError
 from camshaft.rollout.external import reject_reserved
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.vllm.engine import engine_arguments
@@ -119,11 +119,11 @@ class ServerProcess:
     def wait(self, timeout: float) -> None:
         """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""
         http = HTTPClient(self.url, Limit(POLL_SECONDS * 10, ""), 0.0, key=self.key)
-        start = Wait("start", RolloutError, Limit(timeout, f"engine_kwargs.vllm_server_timeout={timeout:g}"))
+        start = Wait("start", NoAnswerError, Limit(timeout, f"engine_kwargs.vllm_server_timeout={timeout:g}"))
         try:
             while True:
                 if report := self.exit_report():
-                    raise RolloutError(f"the server started at {self.url} {report}")
+                    raise GeneratorError(f"the server started at {self.url} {report}")
                 with contextlib.suppress(RolloutError):
                     http.request("GET", "/health")
                     # If another server occupies the port, the name differs and this server exits.

@@ -25,7 +25,7 @@ from camshaft.config.backends import SERVER
 from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutEngineConfig
 from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.device import rank, world_size
-from camshaft.errors import RolloutError
+from camshaft.errors import NoAnswerError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import RowRequest, RowResponse
@@ -158,7 +158,7 @@ class ServerRollout(BaseVLLMRollout):
                     reply = connection.request("POST", COMPLETIONS, bodies[number])
                     responses[number] = _to_response(reply, requests[number], self.http.url)
 
-        progress = Wait(COMPLETIONS, RolloutError, self.http.limit)
+        progress = Wait(COMPLETIONS, NoAnswerError, self.http.limit)
 
         def describe() -> str:
             return f"{self.http.describe()} ({len(responses)} of {len(bodies)} responses)"
@@ -222,7 +222,7 @@ def _wait_until_healthy(url: str, timeout: float) -> None:
             raise
         except RolloutError as error:
             if time.monotonic() > deadline:
-                raise RolloutError(
+                raise NoAnswerError(
                     f"no server is ready at vllm_server_base_url={url} after {timeout:g} s (vllm_server_timeout): "
                     f"{error}. Start the server and then the run again, or increase vllm_server_timeout"
                 ) from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,14 +17,17 @@ from camshaft.cli.restarts import restarting
 from camshaft.config import load_ppo
 from camshaft.errors import (
     CamshaftError,
+    ClusterError,
     ConfigError,
     DivergenceError,
     EngineError,
     GeneratorError,
     IdleError,
+    NoAnswerError,
     RewardError,
     WorkerError,
 )
+from camshaft.stop import Stop
 from camshaft.tracking.run_folder import INFO, RunFolder, process_start
 from camshaft.view.advice import advise
 
@@ -45,9 +49,14 @@ def run_folder(folder: Path, **facts: Any) -> Path:
     return run
 
 
-def fail(folder: Path, error: CamshaftError, number: int = 3, resume_mode: str = "auto") -> None:
+def fail(
+    folder: Path, error: CamshaftError, number: int = 3, resume_mode: str = "auto", saves: int | None = None
+) -> None:
+    """Fail in a run, after it has saved the step `saves`."""
     settings = {"trainer.max_restarts": number, "trainer.resume_mode": resume_mode}
-    with restarting(ppo_config(folder, settings), ["a=1"]):
+    with restarting(ppo_config(folder, settings), ["a=1"], Stop()):
+        if saves is not None:
+            (folder / "run" / LATEST).write_text(str(saves))
         raise error
 
 
@@ -64,6 +73,8 @@ def raised_on_a_rank(cause: BaseException) -> WorkerError:
         GeneratorError("the generator's process died"),
         raised_on_a_rank(GeneratorError("the generator's process died")),
         raised_on_a_rank(RuntimeError("Connection closed by peer")),
+        raised_on_a_rank(NoAnswerError("generate_sequences: no answer from the generator's process")),
+        ClusterError("the cluster has 1 of 2 machines"),
     ],
 )
 def test_a_failure_of_a_process_runs_the_command_again(
@@ -138,9 +149,29 @@ def test_a_run_that_starts_over_resumes_from_its_own_checkpoint(tmp_path: Path, 
     folder = f"trainer.default_local_dir={run}"
     fail(tmp_path, error, resume_mode="disable")
     assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder]
-    (run / LATEST).write_text("7")
-    fail(tmp_path, error, resume_mode="disable")
+    fail(tmp_path, error, resume_mode="disable", saves=7)
     resume = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
     assert restarts._command == [sys.executable, *sys.orig_argv[1:], folder, *resume]
     repeated = ppo_args(tmp_path, {"trainer.resume_mode": "disable"})
     assert load_ppo([*repeated, *resume]).trainer.resume_mode == "auto"
+
+
+def test_a_run_does_not_resume_from_the_checkpoint_of_another_run(tmp_path: Path, pauses: list[float]) -> None:
+    run = run_folder(tmp_path)
+    (run / LATEST).write_text("10")  # of an earlier run in this folder
+    fail(tmp_path, WorkerError("rank 1 of 2 died"), resume_mode="disable")
+    assert restarts._command == [sys.executable, *sys.orig_argv[1:], f"trainer.default_local_dir={run}"]
+
+
+def test_after_a_stop_signal_nothing_restarts(
+    tmp_path: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder(tmp_path)
+    stop = Stop()
+    with restarting(ppo_config(tmp_path, {"trainer.max_restarts": 3}), ["a=1"], stop):
+        stop.request(signal.SIGUSR1)
+        raise WorkerError("rank 1 of 2 died")
+    assert stop.status == 128 + signal.SIGUSR1
+    assert not pauses
+    assert not restarts._command
+    assert f"SIGUSR1: the run does not restart (exit status {stop.status})" in capsys.readouterr().err

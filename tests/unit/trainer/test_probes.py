@@ -85,9 +85,17 @@ def test_a_probe_is_reported_once_and_in_its_step(scorer: Any) -> None:
     assert probes.collect(2)["async/probe_version"] == 1.0  # that of step 1 is older
     assert probes.collect(2) == {}
     resumed = Probes(scorer, 1)
-    resumed.load_state_dict(probes.state_dict())
+    resumed.load_state_dict(probes.state_dict(after=2))
     assert resumed.collect(2) == {}
     assert resumed.collect(3) == probes.collect(3) != {}
+
+
+def test_a_probe_that_an_abandoned_step_reports_stays_in_the_state(scorer: Any) -> None:
+    probes = Probes(scorer, 1)
+    probes.start(1, batch())
+    reported = probes.collect(1)
+    assert probes.state_dict(after=0) == {"1": reported}
+    assert probes.state_dict(after=1) == {}
 
 
 def test_a_rollout_with_another_version_is_an_error(scorer: Any) -> None:
