@@ -2,8 +2,9 @@
 
     python benchmarks/async_pipeline.py --out benchmarks/results/async_pipeline.md
 
-GRPO with random weights, so that the lengths of the responses are nearly geometric (mean about 105, limit 384) and a
-generation ends long after most of its rows. The learning rate is so small that the lengths do not change.
+GRPO with random weights, so that the lengths of the responses are nearly geometric (mean about 100, limit 384) and a
+generation ends long after most of its rows. With a limit of 16, most responses have this length. The learning rate is
+so small that the lengths do not change.
 
 - sync, 1 thread: one process with one thread.
 - sync, 2 threads: one process with two threads.
@@ -42,7 +43,7 @@ LAYOUTS = {
 WARM_UP = 3
 """Steps that are not measured: the first ones start workers and, in the pipeline, have no batch to learn meanwhile."""
 REWARD = "def compute_score(response):\n    return float(response.count('e'))\n"
-RESPONSES, GROUP, LIMIT = 64, 8, 384
+RESPONSES, GROUP, LIMIT, SHORT = 64, 8, 384, 16
 
 
 def run(folder: Path, layout: str, steps: int, limit: int) -> dict[str, float]:
@@ -96,14 +97,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--limit", type=int, default=LIMIT, help="maximum length of a response")
-    parser.add_argument("--sizes", default="192x4,320x4", help="hidden size x layers of each model")
+    parser.add_argument(
+        "--sizes",
+        default=f"144x4,288x4,144x4:{SHORT}",
+        help=f"hidden size x layers of each model, with :<maximum length of a response> if it is not {LIMIT}",
+    )
     arguments = parser.parse_args()
     headline, _, _, *about = (__doc__ or "").strip().splitlines()
     lines = [f"# {headline}", *about, ""]
     lines += [f"Machine: {machine()}."]
     for size in arguments.sizes.split(","):
-        hidden, layers = map(int, size.split("x"))
+        shape, _, given = size.partition(":")
+        hidden, layers, limit = *map(int, shape.split("x")), int(given or LIMIT)
         with tempfile.TemporaryDirectory(prefix="camshaft-async-") as name:
             folder = Path(name)
             make_tiny_model(folder / "model", hidden=hidden, layers=layers)
@@ -114,14 +119,14 @@ def main() -> None:
             rounds: list[dict[str, dict[str, float]]] = []
             for _ in range(arguments.rounds):
                 loads.append(os.getloadavg()[0])
-                rounds.append({layout: run(folder, layout, arguments.steps, arguments.limit) for layout in LAYOUTS})
+                rounds.append({layout: run(folder, layout, arguments.steps, limit) for layout in LAYOUTS})
         result = rounds[0]["sync, 1 thread"]
         mean, at_limit = result["response_length/mean"], result["response_length/clip_ratio"]
-        lengths = f"mean {mean:.0f} tokens, {at_limit:.0%} at {arguments.limit}"
+        lengths = f"mean {mean:.0f} tokens, {at_limit:.0%} at {limit}"
         busy = ", ".join(f"{load:.1f}" for load in loads)
         lines += [
             "",
-            f"## {parameters:.1f}M parameters",
+            f"## {parameters:.1f}M parameters, up to {limit} tokens",
             "",
             f"{RESPONSES} responses per step, {lengths}. Load average",
         ]
