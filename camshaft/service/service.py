@@ -35,6 +35,7 @@ from camshaft.service.errors import CommandError, Refused
 from camshaft.service.futures import Future, Futures, Result
 from camshaft.service.models import Creation, Model, ModelFacts, Parts
 from camshaft.service.process import RoleProcess, Roles
+from camshaft.service.published import PublishedLimit
 from camshaft.service.runs import Runs
 from camshaft.service.sampling import Sampler, Source, Version, Versions
 from camshaft.service.sessions import Session, Sessions, check_owner, check_sdk
@@ -46,7 +47,6 @@ from camshaft.service.store import (
     add_sampler,
     add_session,
     expire_result,
-    remove_sampler,
     remove_session,
     session_of,
     use_sampler,
@@ -87,6 +87,7 @@ class Service:
             self.sampling_queue = JobQueue(self.store, times, SAMPLE)
         self.versions = Versions(Roles(role, sampler, self.bases.values()), self.queue, self._rebuild)
         self.parts = Parts(role, self.queue, self.futures, self.checkpoints, self.versions)
+        self.limit = PublishedLimit(config.max_published, self.versions, self.sampling_queue, self.sessions)
         self.runs = Runs(self.checkpoints, self.sessions)
         self._is_closed = threading.Event()
         self._creating = threading.Lock()
@@ -141,7 +142,7 @@ class Service:
         """Remove the files of weights that no sampler uses, and of those beyond a limit that is smaller than before."""
         for session in self.sessions:
             for model in list(session.models.values()):
-                self._limit_published(session, model.identifier)
+                self.limit.apply(session, model.identifier)
         self.role.call("retain_versions", self.versions.identifiers())
         return Result.of_json({})
 
@@ -256,13 +257,10 @@ class Service:
 
     def _unused_versions(self, session: Session) -> set[Version]:
         """Return the versions that a closed session has used, and no other one uses."""
-        versions = _sampled_versions(session)
+        versions = session.used_versions()
         for model in session.models.values():
             versions.update(self.versions.published_by(model.identifier))
-        return versions - self._used_versions()
-
-    def _used_versions(self) -> set[Version]:
-        return set().union(*map(_sampled_versions, self.sessions))
+        return versions - self.sessions.used_versions()
 
     def _sweep(self) -> None:
         swept_at = time.monotonic()
@@ -298,7 +296,7 @@ class Service:
 
     def sweep_checkpoints(self) -> None:
         """Remove saved weights that have expired, unless a sampler uses them."""
-        used = {f"{version.source.saved_folder}" for version in self._used_versions()}
+        used = {f"{version.source.saved_folder}" for version in self.sessions.used_versions()}
         if self.checkpoints.lock.acquire(blocking=False):  # otherwise weights are being saved; the next time
             try:
                 self.checkpoints.sweep(used)
@@ -359,7 +357,7 @@ class Service:
             facts,
             self.parts,
             lambda number, version: self._add_sampler(session, number, version, base).identifier,
-            lambda: self._limit_published(session, facts.identifier),
+            lambda: self.limit.apply(session, facts.identifier),
         )
 
     def _make_room(self, owner: str) -> None:
@@ -540,35 +538,6 @@ class Service:
                 raise Refused(f"sampler {number} of the session has other weights; use a new sampling_session_seq_id")
             return sampler
 
-    def _limit_published(self, session: Session, model_id: str) -> None:
-        """Remove published weights of a model beyond the limit, those that have not been sampled for the longest time.
-
-        Weights with a name that a sampler uses are kept; others are read again from their checkpoint when they are
-        needed. The thread that trains calls this.
-        """
-        published = sorted(self.versions.published_by(model_id), key=lambda version: -version.used_at)
-        surplus = published[self.config.max_published :]
-        for version in surplus:
-            if version.source.model_id is not None:
-                self._end_samplers(session, version)
-        self.versions.forget(lambda: set(surplus) - self._used_versions())
-
-    def _end_samplers(self, session: Session, version: Version) -> None:
-        """End the samplers of weights without a name, unless one has requests without a result."""
-        with session.lock:
-            samplers = {number: each for number, each in session.samplers.items() if each.version is version}
-            if any(sampler.repetitions.are_pending() for sampler in samplers.values()):
-                return
-            for number in samplers:
-                del session.samplers[number]
-                self.store.write(*remove_sampler(session.identifier, number))
-        self.sampling_queue.put(Job(Future(session.identifier), lambda _: [self._forget_in_samplers(version)]))
-
-    @staticmethod
-    def _forget_in_samplers(version: Version) -> Result:
-        version.end_sampling()
-        return Result.of_json({})
-
     def _saved_version(self, text: str, owner: str) -> tuple[str, Version]:
         """Return the base model and the weights of a path. They are read when they are sampled."""
         try:
@@ -605,8 +574,3 @@ class Service:
     def _check_optimizer(settings: schemas.OptimizerSettings | None) -> None:
         if settings is not None and settings.type not in ("adam", "adamw"):
             raise Refused(f"optimizer_config.type={settings.type} is not supported; this server has adam (AdamW)")
-
-
-def _sampled_versions(session: Session) -> set[Version]:
-    """Return the weights of the samplers of a session."""
-    return {*(sampler.version for sampler in list(session.samplers.values())), *session.missing_samplers.values()}

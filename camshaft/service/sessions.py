@@ -46,6 +46,10 @@ class Session:
     creations: Repetitions = field(default_factory=lambda: Repetitions("model"))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    def used_versions(self) -> set[Version]:
+        """Return the weights of the samplers."""
+        return {*(sampler.version for sampler in list(self.samplers.values())), *self.missing_samplers.values()}
+
 
 class Sessions:
     """Sessions that have not ended."""
@@ -66,6 +70,10 @@ class Sessions:
     def add(self, session: Session) -> None:
         with self._lock:
             self._sessions[session.identifier] = session
+
+    def used_versions(self) -> set[Version]:
+        """Return the weights of the samplers of all sessions."""
+        return set[Version]().union(*(session.used_versions() for session in self))
 
     def get(self, identifier: str) -> Session:
         """Return a session that has not ended."""
