@@ -68,6 +68,7 @@ ROLE_METHODS = {
         "weight_dtypes": "ONE_TO_ALL",
         "set_readers": "ONE_TO_ALL",
         "publish": "ALL_TO_ALL",
+        "publish_base": "ALL_TO_ALL",
         "portable_snapshot": "RANK_ZERO",
         "generate_sequences": "DP_COMPUTE_PROTO",
         "sleep_rollout": "ONE_TO_ALL",
