@@ -481,9 +481,10 @@ def test_the_last_recorded_state_remains_until_the_next_one_is_recorded(
 ) -> None:
     commit, remove, kept = Store._commit, Model.remove_states, list[Any]()
 
-    def commit_slowly(*arguments: Any) -> bool:
-        time.sleep(0.05)
-        return commit(*arguments)
+    def commit_slowly(store: Store, writes: Any) -> bool:
+        if any("INTO states" in text for write in writes for text, _ in write.statements):
+            time.sleep(0.5)
+        return commit(store, writes)
 
     def record(model: Model, but: Any = None) -> None:
         kept.append(None if but is None else but.number)
@@ -493,10 +494,10 @@ def test_the_last_recorded_state_remains_until_the_next_one_is_recorded(
     monkeypatch.setattr(Model, "remove_states", record)
     with running_server(tmp_path, worker=ServedWorker, save_every=1) as server:
         model = server.client().create_model()
-        for number in (2, 4, 6):
-            model.train(number - 1, DATA)
-            last = model.step(number)
-        model.wait(last)
+        promises = [model.step(2), model.train(3, DATA), model.step(4), model.train(5, DATA), model.step(6)]
+        model.train(1, DATA)  # all of them run one after the other
+        for promise in promises:
+            model.wait(promise)
         assert kept == [None, 2, 4]
 
 
