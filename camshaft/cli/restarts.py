@@ -45,18 +45,17 @@ def restarting(config: PPOConfig, arguments: Sequence[str], stop: Stop) -> Itera
 
     If a signal has requested a stop, the run ends with the exit status of the stop instead.
     """
-    from camshaft.checkpoint.manager import LATEST
     from camshaft.trainer.resume import RESUME_KEYS
 
     trainer, folder = config.trainer, Path(config.trainer.default_local_dir).expanduser()
-    found = storage.read_text(folder, LATEST)  # perhaps of another run
+    found = _saved_step(folder)  # perhaps of another run
     try:
         yield
     except CamshaftError as error:
         if not is_temporary(error):
             raise
         record = RunFolder(folder).info() if folder.is_dir() else {}
-        saved = storage.read_text(folder, LATEST)
+        saved = _saved_step(folder)
         earlier = [restart for restart in record.get(RESTARTS, ()) if restart["saved"] == saved]
         if not _is_of_this_process(record) or len(earlier) >= trainer.max_restarts:
             raise
@@ -78,6 +77,15 @@ def restarting(config: PPOConfig, arguments: Sequence[str], stop: Stop) -> Itera
         if trainer.resume_mode != "auto" and saved not in (None, found):
             added += map("=".join, zip(RESUME_KEYS, ("auto", "null"), strict=True))
         _command[:] = [sys.executable, *sys.orig_argv[1:], *(word for word in added if word not in ("", *arguments))]
+
+
+def _saved_step(folder: Path) -> str | None:
+    """Return the step of the newest checkpoint in a folder, or None if there is none or it cannot be read."""
+    from camshaft.checkpoint.manager import LATEST
+
+    with contextlib.suppress(OSError):
+        return storage.read_text(folder, LATEST)
+    return None
 
 
 def is_temporary(error: BaseException) -> bool:
