@@ -76,7 +76,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Statuses:
     def replace(*statuses: int) -> list[int]:
         seeds: list[int] = []
 
-        def train(config: PPOConfig, _: object) -> int:
+        def train(config: PPOConfig, *_: object) -> int:
             seeds.append(config.trainer.seed)
             return statuses[len(seeds) - 1]
 
@@ -112,7 +112,7 @@ def test_a_run_stopped_by_a_signal_ends_its_sweep(trained: Statuses, tmp_path: P
 def test_a_sweep_ends_with_a_table_of_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def train(config: PPOConfig, _: object) -> int:
+    def train(config: PPOConfig, *_: object) -> int:
         make_run(Path(config.trainer.default_local_dir), changes={"trainer.seed": config.trainer.seed})
         if config.trainer.seed == 3:
             raise BatchError("the third run fails")

@@ -76,6 +76,14 @@ def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
     assert not rollout_engine(config).free_cache_engine
 
 
+def test_a_rollout_on_devices_of_its_own_may_receive_adapters(words: list[str]) -> None:
+    adapter = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.lora_weights=adapter")
+    config = load_ppo([*words, OWN, "actor_rollout_ref.rollout.name=vllm", *adapter])
+    assert config.topology().rollout == 1
+    assert (lora := rollout_engine(config).lora) is not None
+    assert lora.rank == 4
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -94,13 +102,6 @@ def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
             ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
             r"(?s)rollout.tensor_model_parallel_size = 2.*world_size=1 is not divisible by the 2 ranks that form one "
             "vLLM engine; trainer.resource_pools.rollout sets the number of ranks",
-        ),
-        (
-            [
-                *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=4"),
-                "actor_rollout_ref.rollout.lora_weights=adapter",
-            ],
-            "requires actor_rollout_ref.hybrid_engine=true",
         ),
     ],
 )
