@@ -208,7 +208,7 @@ def describe_process(pid: int | None) -> str:
     """Return the process id for a message, with the fix if the process is suspended."""
     if pid is None:
         return "process unknown"
-    return f"process {pid}" + (f", suspended; `kill -CONT {pid}` resumes it" if _state(pid) in "Tt" else "")
+    return f"process {pid}" + (f" (suspended; `kill -CONT {pid}` resumes it)" if _state(pid) in "Tt" else "")
 
 
 def resident_memory(pid: int | None, entry: str = "VmRSS") -> int:

@@ -38,7 +38,7 @@ class PublishedLimit:
                 return
             for number in samplers:
                 del session.samplers[number]
-                self.sampling_queue.store.write(*remove_sampler(session.identifier, number))
+                self.sampling_queue.store.write(remove_sampler(session.identifier, number))
 
         def forget(_: object) -> list[Result]:
             version.end_sampling()

@@ -269,11 +269,9 @@ def use_sampler(identifier: str, used_at: float) -> Statement:
     return "UPDATE samplers SET used_at = ? WHERE session = ? AND number = ?", (used_at, session, int(number))
 
 
-def remove_sampler(session: str, number: int) -> tuple[Statement, ...]:
-    return (
-        ("DELETE FROM samplers WHERE session = ? AND number = ?", (session, number)),
-        ("DELETE FROM entries WHERE subject = ?", (f"{session}:sample:{number}",)),
-    )
+def remove_sampler(session: str, number: int) -> Statement:
+    """Remove a sampler. Its results stay until they expire."""
+    return "DELETE FROM samplers WHERE session = ? AND number = ?", (session, number)
 
 
 def add_entry(entry: Entry) -> Statement:

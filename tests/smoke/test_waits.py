@@ -89,10 +89,10 @@ def test_a_suspended_process_is_named_and_ends_the_run(
     result = finished(process, 30)
     assert result.status == 1
     warning = " ".join(result.out[earlier:].split())
-    assert f"process {victim}, suspended; `kill -CONT {victim}` resumes it" in warning
+    assert f"process {victim} (suspended; `kill -CONT {victim}` resumes it)" in warning
     assert target in warning
     assert f"the limit is {GENERATE}=60" in warning
-    assert f"process {victim}, suspended" in result.err
+    assert f"process {victim} (suspended" in result.err
     assert f"If the call is only slow, increase the limit {GENERATE}=60" in result.err
     assert "Traceback" not in result.err
     assert still_running(marked(mark)) == []

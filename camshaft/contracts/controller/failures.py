@@ -211,7 +211,7 @@ def suspended_ranks_do_not_block(harness: ControllerHarness) -> None:
         expect_worker_error(
             lambda: toy.echo([torch.zeros(1_000_000)] * 2),
             "no answer from rank(s) 1 of 2",
-            f"process {pids[1]}, suspended; `kill -CONT {pids[1]}` resumes it",
+            f"process {pids[1]} (suspended; `kill -CONT {pids[1]}` resumes it)",
             "did not react to a signal",
         )
         expect_ended(pids)

@@ -145,7 +145,7 @@ def test_a_suspended_worker_is_named_and_replaced(manager, score, alive, reports
     result = score(rewards, ["a", "b"])
     assert (result.metrics["reward/timeouts"], result.scores.tolist()) == (1.0, [0.0, 1.0])
     scoring_reports = [report for report in reports() if report.startswith("scoring: ")]
-    assert f"process {pid}, suspended; `kill -CONT {pid}` resumes it" in scoring_reports[0]
+    assert f"process {pid} (suspended; `kill -CONT {pid}` resumes it)" in scoring_reports[0]
     assert pid not in alive()
 
 

@@ -247,7 +247,7 @@ def test_child_that_does_not_read_is_killed(killed: list[ProcessRollout]) -> Non
     os.kill(pid_of(rollout), signal.SIGSTOP)
     more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
     with pytest.raises(
-        RolloutError, match=r"generate_sequences: no answer .* suspended; `kill -CONT .* engine_kwargs.timeout=1"
+        RolloutError, match=r"generate_sequences: no answer .*suspended; `kill -CONT .* engine_kwargs.timeout=1"
     ):
         rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
     assert not is_running(pid_of(rollout))

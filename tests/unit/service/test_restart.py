@@ -173,9 +173,9 @@ def test_samplers_keep_their_weights_after_a_kill(server: ServedFork) -> None:
 
 
 def test_published_weights_beyond_the_limit_end_with_their_samplers(tmp_path: Path) -> None:
-    """Those that are sampled are kept, and so are those with a name that a sampler uses."""
+    """Those that are sampled are kept, and so are those with a name that a sampler uses, and all results."""
     with ServedFork(tmp_path, max_published=3, max_versions=1, save_every=1) as server:
-        client, samplers = server.client(), list[str]()
+        client, samplers, results = server.client(), list[str](), list[tuple[Any, Any]]()
         model = client.create_model()
         paths = [model.call("save_weights_for_sampler", path=name)["path"] for name in ("used", "unused")]
         named = client.sampler(50, model_path=paths[0])
@@ -184,6 +184,8 @@ def test_published_weights_beyond_the_limit_end_with_their_samplers(tmp_path: Pa
             model.train(number, DATA)
             model.wait(model.step(model.next(), learning_rate=0.01))
             samplers.append(model.publish(step))
+            promise = client.submit_sample(samplers[-1], 70, [5, 6], 1, seed=2)
+            results.append((promise, client.wait(promise)))
             client.sample(samplers[1 if step else 0], step, [5, 6], seed=1)
         used = {
             sampler: client.sample(sampler, 10, [5, 6], 2, seed=1) for sampler in (named, *samplers[-2:], samplers[1])
@@ -193,6 +195,7 @@ def test_published_weights_beyond_the_limit_end_with_their_samplers(tmp_path: Pa
             for sampler in samplers[:1] + samplers[2:-2]:
                 body = {"sampling_session_id": sampler, "seq_id": 99, "prompt": {"chunks": []}, "sampling_params": {}}
                 assert "more than `max_published` sets" in client.post("asample", 404, **body)["detail"]
+            assert all(client.wait(promise) == result for promise, result in results)
             for sampler, rows in used.items():
                 again = client.sample(sampler, 11, [5, 6], 2, seed=1)
                 assert [row.tokens for row in again] == [row.tokens for row in rows]
