@@ -147,11 +147,11 @@ class Service:
         return Result.of_json({})
 
     def _restore_sample(self, sampler: Sampler | None, entry: Entry) -> None:
-        if sampler is None and entry.result is None:
+        if sampler is None:  # its weights have been removed, or its base model is not served any more
+            if entry.result is not None:
+                restore_future(self.futures, entry)
             return
         future = restore_future(self.futures, entry)
-        if sampler is None:  # its weights are removed, or its base model is not served any more
-            return
         sampler.repetitions.add(entry.number, future)
         if entry.result is None:
             try:
